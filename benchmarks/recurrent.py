@@ -21,6 +21,7 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.decode.cache.recurrent import MOST_AGAIN, is_recurrent
+from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.capability import capability_of
 from draftsmith.decode.passes.runner import ModelRunner
 
@@ -62,7 +63,7 @@ class Passes:
     """
 
     def __init__(self, model: PreTrainedModel, width: int, again: int, *, compile: bool = False) -> None:
-        self.runner = ModelRunner(model, 1, longest=CONTEXT + 8 * MOST_AGAIN, compile=compile, width=width)
+        self.runner = ModelRunner(model, 1, Plan(longest=CONTEXT + 8 * MOST_AGAIN, compile=compile, width=width))
         self.runner.append([[1] * CONTEXT])
         self.ids = torch.ones(1, width, dtype=torch.int64)
         self.drafts = again > 0 or width > 1

@@ -24,6 +24,7 @@ from draftsmith.decode.fitting import (
     require_same_vocabulary,
 )
 from draftsmith.decode.loop import DecodeLoop
+from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.capability import require_compilable
 from draftsmith.decode.passes.checks import usable_inputs
 from draftsmith.decode.policies import Policy, default_policy, exploring, plans, policy_named
@@ -33,12 +34,12 @@ from draftsmith.decode.profiling import measure_costs
 from draftsmith.decode.prompts import Ids, one_seed_each, prompt_rows, require_known
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeOutput, DecodeSequence, Round, Stops, stop_string_criteria
-from draftsmith.decode.target import TransformersTarget
+from draftsmith.decode.target import TransformersTarget, require_lm_head
 from draftsmith.decode.turns import turn, turn_of_others
 from draftsmith.decode.verification import rule_named
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
-from draftsmith.heads.model_config import eos_tokens, plain_model, rotary_switch, start_token, token_set
+from draftsmith.heads.model_config import context_limit, eos_tokens, plain_model, rotary_switch, start_token, token_set
 from draftsmith.heads.processor_inputs import ProcessorInputs
 
 OnTokens = Callable[[list[int], Round | None], None]
@@ -92,10 +93,11 @@ class SpeculativeDecoder:
         compile: bool = False,
     ) -> None:
         target = plain_model(target)
-        self._target, self.drafter = TransformersTarget(target), drafter
+        require_lm_head(target)
+        self.drafter, self._compile = drafter, compile
         with self._turn(target):
             models = capabilities(target, drafter)
-        self._target.capability = models[0]
+        self._capability = models[0]
         if compile:
             require_compilable(target, models)
         self._model = target
@@ -123,8 +125,6 @@ class SpeculativeDecoder:
         if self.policy is not None:
             require_readable(self.policy, models)
         self.costs = costs
-        self._target.widths = {} if costs is None else costs.verify_widths
-        self._target.compile = compile
 
     @property
     def lossless(self) -> bool:
@@ -280,12 +280,14 @@ class SpeculativeDecoder:
 
         Without the drafter, if its context is shorter than the texts are now.
         """
-        widths = None if self.costs is None else self.costs.draft_widths
-        drafter, policy, target = self.drafter, self.policy, self._target
+        drafter, policy = self.drafter, self.policy
         if self._is_beyond(sequences[0].tokens):
             drafter = policy = None
-        target.width = 1 if drafter is None else usual_width(policy, greedy=processors.greedy)
-        target.nodes = most_nodes(policy, greedy=processors.greedy).verified if target.compile else 0
+        widths, draft_widths = ({}, None) if self.costs is None else (self.costs.verify_widths, self.costs.draft_widths)
+        width = 1 if drafter is None else usual_width(policy, greedy=processors.greedy)
+        nodes = most_nodes(policy, greedy=processors.greedy).verified if self._compile else 0
+        plan = Plan(widths=widths, compile=self._compile, width=width)
+        target = TransformersTarget(self._model, self._capability, plan, nodes)
         loop = DecodeLoop(
             target,
             drafter,
@@ -293,8 +295,8 @@ class SpeculativeDecoder:
             sequences,
             processors,
             self.rule,
-            widths,
-            compile=target.compile,
+            draft_widths,
+            compile=self._compile,
         )
         device = next(self._model.parameters()).device
         with closing(target), closing(loop):
@@ -344,7 +346,7 @@ class SpeculativeDecoder:
     def _sequence(self, number: int, prompt: list[int], max_new_tokens: int, stops: Stops, seed: int) -> DecodeSequence:
         if max_new_tokens < 1:
             raise ConfigError.of("max_new_tokens", max_new_tokens, ">= 1")
-        limit = self._target.context_limit
+        limit = context_limit(self._model.config)
         if limit is not None and len(prompt) >= limit:
             fits = f"fewer than the target's context of {limit}: a new token needs room"
             raise ConfigError(f"prompt={len(prompt)} tokens; expected {fits}")

@@ -16,6 +16,7 @@ from draftsmith.decode.draws import Draws
 from draftsmith.decode.sampling import Processors, index_at, precise
 from draftsmith.heads.base import DraftedChain, Drafter, Level, WantedChain
 from draftsmith.heads.draft_tree import ROOT, BatchDrawing, DraftBatch, chain_parents, path_to, stacked
+from draftsmith.heads.rows import Counts
 
 # Shapes: B texts, n nodes of a level, D tokens on a path, V vocabulary.
 
@@ -77,7 +78,7 @@ class FixedDrafts:
     def __init__(
         self,
         shape: Shape,
-        rooms: Sequence[int],
+        rooms: Counts,
         processors: Processors,
         draws: Draws | None,
         committed: CommittedTokens | None,
@@ -175,7 +176,7 @@ class FixedDrafts:
         """Return for which texts [B] `node` may have children; None for all of them."""
         valid_B = None if node == ROOT else self._valid[node]
         if self._least_room <= level:
-            fits_B = torch.tensor([room > level for room in self._rooms], device=scores_BV.device)
+            fits_B = self._rooms.on_device_B > level
             valid_B = fits_B if valid_B is None else valid_B & fits_B
         if self._processors.may_empty:
             allowed_B = ~scores_BV.isneginf().all(-1)

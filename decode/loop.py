@@ -17,7 +17,8 @@ from draftsmith.decode.draft_builder import DraftBuilder
 from draftsmith.decode.draws import NOT_DRAWN, Draws, MakeDraws, seeded_draws
 from draftsmith.decode.fixed_drafts import FixedDrafts, Shape
 from draftsmith.decode.grown_drafts import propose
-from draftsmith.decode.passes.compiled import in_one_layout, run_step
+from draftsmith.decode.passes.base import Plan
+from draftsmith.decode.passes.graphs import in_one_layout, run_step
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.policies.base import FixedPolicy, Policy, most_nodes
 from draftsmith.decode.proposal import Proposal, p_of, read_outcomes
@@ -27,6 +28,7 @@ from draftsmith.decode.target import Target
 from draftsmith.decode.verification import Rule, VerifyResult, verify_batch, verify_greedy
 from draftsmith.heads.base import Drafter, Level, Needs
 from draftsmith.heads.draft_tree import ROOT, Draft
+from draftsmith.heads.rows import Counts, Rows, rows_of
 
 EXAMPLE = 8
 """Maximum depth of an example draft."""
@@ -98,6 +100,8 @@ class DecodeLoop:
         self.draws_of: MakeDraws = seeded_draws
         """The source of all random draws, which the exact tests replace."""
         self._device = torch.device("cpu")
+        self._roots = self._rooms = Rows([], self._device)
+        """The last committed token of each text, and the maximum depth of its draft."""
         self._clock = PartClock(self._device, ("draft",))
         self._shapes: dict[int, Shape | None] = {}
         """By text, the shape of its drafts; None where it depends on q."""
@@ -112,10 +116,9 @@ class DecodeLoop:
         longest = max(text.max_length for text in self.texts) + width  # a block may end after the text
         if self._compile:  # storage does not grow
             longest += most_nodes(self.texts[0].policy, greedy=self._processors.greedy).read
-        widths = None if width else self._widths
-        runner = ModelRunner(
-            model, len(self.texts), sources, widths=widths, longest=longest, compile=self._compile, width=width
-        )
+        widths = {} if width else self._widths or {}
+        plan = Plan(sources=sources, widths=widths, longest=longest, compile=self._compile, width=width)
+        runner = ModelRunner(model, len(self.texts), plan)
         self._runners.append(runner)
         return runner
 
@@ -147,8 +150,9 @@ class DecodeLoop:
         if self._drafter is not None:
             self._hand_over(None)
         new = self._commit(proposal.drafts, results, logits_BV[:, None])
+        tokens, self._roots, self._rooms = Rows.together(self._device, new, *self._next())
         if self._committed is not None:
-            self._committed.append(new)
+            self._committed.append(tokens)
         self._finish(started=False)
         if self._drafter is not None and self.texts:
             self._drafter.start(self)
@@ -162,17 +166,21 @@ class DecodeLoop:
         draws = self._draws()
         proposal = self._propose(draws)
         clock.end("draft")
-        roots = [text.tokens[-1] for text in self.texts]
-        logits_BQV = self._target.verify(proposal.tokens(roots, self._device), proposal.shapes)
+        logits_BQV = self._target.verify(proposal.tokens(self._roots), proposal.shapes)
         results = self._decided(logits_BQV, proposal, draws)
         verified = time.perf_counter()  # the device has nothing left to do: the outcome was read
         draft_seconds = clock.seconds()["draft"]
         drafts = proposal.drafts
         new = self._commit(drafts, results, logits_BQV)
         results = [result.first(len(tokens)) for result, tokens in zip(results, new, strict=True)]
-        self._take_over([list(result.path) for result in results], new)
+        slots = self._observe(proposal, results)
+        paths = [list(result.path) for result in results]
+        # Everything that the device needs to know of the round and for the next one, in one upload.
+        together = Rows.together(self._device, paths, new, slots, *self._next())
+        accepted, tokens, read, self._roots, self._rooms = together
+        self._take_over(accepted, tokens)
         if self._drafter is not None:
-            self._drafter.rollback(self._observe(proposal, results))
+            self._drafter.rollback(read)
         ended = time.perf_counter()
         out = []
         seconds = (draft_seconds, verified - started - draft_seconds, ended - started)
@@ -191,10 +199,10 @@ class DecodeLoop:
         texts, drafter = self.texts, self._drafter
         if drafter is None:
             return Proposal.empty(len(texts), self._device)
-        rooms = [_room(text, drafter.context_limit) for text in texts]
+        rooms = self._rooms.last()
         retrieved = _retrieved(drafter, rooms)
-        if drafter.max_draft_length is not None:  # a limit of its logits, not of retrieval
-            rooms = [min(room, drafter.max_draft_length) for room in rooms]
+        if (most := drafter.max_draft_length) is not None:  # a limit of its logits, not of retrieval
+            rooms = rooms.map(lambda room: room - (room - most) * (room > most))
         shape = self._shape() if all(draft is None for draft in retrieved) and max(rooms) > 0 else None
         if shape is not None:
             numbers = [text.number for text in texts]
@@ -205,6 +213,11 @@ class DecodeLoop:
             builders.append(DraftBuilder(text, room, self._processors, self._shared))
         policies = [text.policy for text in texts]
         return Proposal(propose(drafter, policies, builders, retrieved, draws, self._committed), builders)
+
+    def _next(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Return for the next round the last token of each text, and the maximum depth of its draft."""
+        limit = None if self._drafter is None else self._drafter.context_limit
+        return [[text.tokens[-1]] for text in self.texts], [[_room(text, limit)] for text in self.texts]
 
     def _shape(self) -> Shape | None:
         """Return the shape of all drafts of the next round; None where they differ or depend on q."""
@@ -265,7 +278,7 @@ class DecodeLoop:
     def _contexts(self, proposal: Proposal) -> MakeContexts:
         return lambda: proposal.contexts(self._committed, [text.number for text in self.texts])
 
-    def _take_over(self, paths: list[list[int]], new: list[list[int]]) -> None:
+    def _take_over(self, paths: Rows, new: Rows) -> None:
         """Hand the target's states over to the drafter, and keep the accepted tokens."""
         if self._drafter is not None:
             self._hand_over(paths)
@@ -273,16 +286,20 @@ class DecodeLoop:
         if self._committed is not None:
             self._committed.append(new)
 
-    def _hand_over(self, paths: list[list[int]] | None) -> None:
+    def _hand_over(self, paths: Rows | None) -> None:
         """Keep the target's states after these paths, after the prompts with None, for the drafter."""
         assert self._drafter is not None, "its needs are handed over"
         if self._drafter.needs == Needs():
             return
-        ends = [path[-1] if path else ROOT for path in paths or [[]] * len(self.texts)]
-        self.hidden = self._target.hidden(ends) if self._drafter.needs.hidden else None
+        read = Rows([[]] * len(self.texts), self._device) if paths is None else paths
+        self.hidden = None
+        if self._drafter.needs.hidden:
+            self.hidden = self._target.hidden(read.after_root.last() + ROOT)
         if self._compile and self.hidden is not None:
             self.hidden = in_one_layout(self.hidden)
-        counts = [len(text.tokens) for text in self.texts] if paths is None else [1 + len(path) for path in paths]
+        counts = read.counts + 1
+        if paths is None:
+            counts = Counts([len(text.tokens) for text in self.texts], self._device)
         features_BnF = self._target.features(paths)
         if features_BnF is not None:
             self._features.add(features_BnF, counts)
@@ -314,8 +331,9 @@ class DecodeLoop:
         if self._committed is not None:
             self._committed.keep(running)
         self._features.keep(running)
+        self._roots, self._rooms = self._roots.keep(running), self._rooms.keep(running)
         if self.hidden is not None:
-            self.hidden = self.hidden[running]
+            self.hidden = rows_of(self.hidden, running)
         if started and self._drafter is not None:
             self._drafter.drop(running)
 

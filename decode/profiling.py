@@ -14,6 +14,7 @@ from draftsmith.decode.cache.recurrent import MOST_AGAIN, is_recurrent
 from draftsmith.decode.clock import now
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.loop import DecodeLoop
+from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.policies.chain import Chain, ConfidenceChain
 from draftsmith.decode.sampling import Processors, Sampling
@@ -112,8 +113,7 @@ def _round_seconds(
     tokens = _tokens(target.config, text, length)
     source = tokens[:8] if target.config.is_encoder_decoder else []
     sequence = DecodeSequence(tokens, length + ROUNDS * (draft_length + 1) + 2, source=source)
-    reader, processors = TransformersTarget(target), Processors(Sampling(1.0))
-    reader.compile = compile
+    reader, processors = TransformersTarget(target, plan=Plan(compile=compile)), Processors(Sampling(1.0))
     # Compiled, a chain of fixed length is one graph, and cheaper than the steps of the policies that plan.
     policy = ConfidenceChain(0.0, draft_length) if compile else Chain(draft_length)
     loop = DecodeLoop(reader, drafter, policy, [sequence], processors, compile=compile)
@@ -129,7 +129,8 @@ def _reading(model: PreTrainedModel, text: Sequence[int], *, compile: bool) -> I
     """Return a function that reads a number of tokens after a context and then discards them."""
     limit = context_limit(model.config) or CONTEXT + WIDTHS[-1]
     tokens = _tokens(model.config, text, CONTEXT + WIDTHS[-1])
-    runner = ModelRunner(model, 1, [tokens[:8]], compile=compile, longest=min(limit, CONTEXT + MOST_AGAIN + WIDTHS[-1]))
+    longest = min(limit, CONTEXT + MOST_AGAIN + WIDTHS[-1])
+    runner = ModelRunner(model, 1, Plan(sources=[tokens[:8]], compile=compile, longest=longest))
     again = MOST_AGAIN // 2 if is_recurrent(model) else 0
     runner.append([tokens[: max(1, min(CONTEXT, limit - WIDTHS[-1] - again - 1))]])
     ids = torch.tensor([tokens[-WIDTHS[-1] :]], device=next(model.parameters()).device)

@@ -12,6 +12,7 @@ from draftsmith.decode.fixed_drafts import contexts_of
 from draftsmith.decode.mixed_batch import MixedBatch, united
 from draftsmith.decode.verification import Outcome, Rule, VerifyResult, takes_mixed, takes_united
 from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, DrawnDraft, Parents, path_to
+from draftsmith.heads.rows import Rows
 
 # Shapes: B texts, N draft nodes, Q = 1 + the most nodes of a text.
 
@@ -58,13 +59,12 @@ class Proposal:
         """The parents of each text's nodes, or one entry for all texts."""
         return [draft.parents for draft in self.drafts] if self.batch is None else [self.batch.parents]
 
-    def tokens(self, roots: list[int], device: torch.device) -> Tensor:
+    def tokens(self, roots: Rows) -> Tensor:
         """Return the tokens that the target reads, [B, Q]: the last committed ones and the drafts, padded with 0."""
         if self.batch is not None:
-            return torch.cat([torch.tensor(roots, device=device)[:, None], self.batch.tokens_BN], 1)
-        rows = [[root, *draft.tokens] for root, draft in zip(roots, self.drafts, strict=True)]
-        width = max(map(len, rows))
-        return torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
+            return torch.cat([roots.values_BW, self.batch.tokens_BN], 1)
+        rows = [[*root, *draft.tokens] for root, draft in zip(roots, self.drafts, strict=True)]
+        return Rows(rows, roots.device).values_BW
 
     def contexts(self, committed: CommittedTokens | None, numbers: Sequence[int]) -> StoredContexts:
         """Return the tokens before each place of each text, padding included."""

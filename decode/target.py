@@ -1,6 +1,7 @@
 """The target: an unmodified transformers model with the operations prefill, verify and commit."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -8,12 +9,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.committed import at_places
-from draftsmith.decode.passes.capability import ALL
+from draftsmith.decode.passes.base import Plan
+from draftsmith.decode.passes.capability import ALL, Capability
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_tree import Parents, chain_parents
 from draftsmith.heads.model_config import context_limit
+from draftsmith.heads.rows import Counts, Rows
 
 # Shapes: B texts, N draft nodes of one text, H hidden size, V vocabulary.
 
@@ -36,18 +39,18 @@ class Target(Protocol):
         """
         ...
 
-    def commit(self, paths: list[list[int]]) -> None:
+    def commit(self, paths: Sequence[list[int]]) -> None:
         """Keep the roots and the accepted nodes and discard the other nodes."""
         ...
 
-    def hidden(self, nodes: list[int]) -> Tensor | None:
+    def hidden(self, nodes: Sequence[int]) -> Tensor | None:
         """Return the inputs of the lm_head [B, H] for the last logits of these nodes (or `ROOT`), one for each text.
 
         None if not available.
         """
         ...
 
-    def features(self, paths: list[list[int]] | None) -> Tensor | None:
+    def features(self, paths: Sequence[list[int]] | None) -> Tensor | None:
         """Return the features [B, n, F] of the roots and the nodes on these paths, or of all tokens of the prompts.
 
         Texts with shorter paths are padded. None if the drafter needs no features.
@@ -60,62 +63,57 @@ class Target(Protocol):
 
 
 class TransformersTarget:
-    """A transformers causal LM or encoder-decoder model with a `RollbackCache`."""
+    """A transformers causal LM or encoder-decoder model.
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        if model.get_output_embeddings() is None:
-            raise ConfigError(f"model {type(model).__name__} has no lm_head; expected a causal language model")
-        self.model = model
-        self.capability = ALL
-        """The drafts that `verify` accepts."""
+    Args:
+        capability: the drafts that `verify` accepts.
+        plan: the form of its passes; what depends on the texts is added by `prefill`.
+        nodes: slots of compiled passes for the nodes of a draft, see `MostNodes`.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, capability: Capability = ALL, plan: Plan | None = None, nodes: int = 0
+    ) -> None:
+        require_lm_head(model)
+        self.model, self._capability = model, capability
+        self._plan, self._nodes = plan or Plan(), nodes
         self.context_limit = context_limit(model.config)
-        self.widths: dict[int, int] = {}
-        """Padded width of a verification by its number of tokens; see `Costs.verify_widths`."""
-        self.compile, self.width = False, 0
-        """See `ModelRunner`."""
-        self.nodes = 0
-        """Slots of compiled passes for the nodes of a draft, see `MostNodes`."""
 
     def prefill(self, texts: Sequence[DecodeSequence], layers: tuple[int, ...] = ()) -> Tensor:
         sources = [text.source for text in texts]
         encoded = [text.encoded for text in texts if text.encoded is not None] or None
-        self._runner = ModelRunner(
-            self.model,
-            len(texts),
-            sources,
-            remember=True,
-            layers=layers,
-            widths=self.widths,
-            encoded=encoded,
-            longest=max(text.max_length for text in texts) + self.nodes,
-            compile=self.compile,
-            width=self.width,
-        )
+        longest = max(text.max_length for text in texts) + self._nodes
+        plan = replace(self._plan, sources=sources, encoded=encoded, remember=True, layers=layers, longest=longest)
+        self._runner = ModelRunner(self.model, len(texts), plan)
         prompts = [text.tokens for text in texts]
         if any(text.inputs for text in texts):
             return self._runner.read_prompts(prompts, [text.inputs for text in texts])
         return self._runner.append(prompts)
 
     def verify(self, tokens_BQ: Tensor, shapes: Sequence[Parents]) -> Tensor:
-        if self.capability.no_trees and any(shape != chain_parents(len(shape)) for shape in shapes):
-            raise ConfigError(self.capability.refusal("this draft"))
+        if self._capability.no_trees and any(shape != chain_parents(len(shape)) for shape in shapes):
+            raise ConfigError(self._capability.refusal("this draft"))
         return self._runner.tree(tokens_BQ, shapes)
 
-    def commit(self, paths: list[list[int]]) -> None:
-        self._runner.commit(_places(paths))
+    def commit(self, paths: Sequence[list[int]]) -> None:
+        self._runner.commit(self._places(paths))
 
-    def hidden(self, nodes: list[int]) -> Tensor | None:
+    def hidden(self, nodes: Sequence[int]) -> Tensor | None:
         states = self._runner.states
         if states.dim() == 2:  # after the prefill
             return states
-        if len(nodes) == 1:
+        nodes = Counts.of(nodes, states.device)
+        if nodes.equal:
             return states[:, nodes[0] + 1]
-        rows_B = torch.arange(len(nodes), device=states.device)
-        return states[rows_B, torch.tensor(nodes, device=states.device) + 1]
+        return states[torch.arange(len(nodes), device=states.device), nodes.on_device_B + 1]
 
-    def features(self, paths: list[list[int]] | None) -> Tensor | None:
+    def features(self, paths: Sequence[list[int]] | None) -> Tensor | None:
         features_BQF = self._runner.features_BQF
-        return features_BQF if features_BQF is None or paths is None else at_places(features_BQF, _places(paths))
+        return features_BQF if features_BQF is None or paths is None else at_places(features_BQF, self._places(paths))
+
+    def _places(self, paths: Sequence[list[int]]) -> Rows:
+        """Return the places of the roots and of the nodes on these paths."""
+        return Rows.of(paths, next(self.model.parameters()).device).after_root
 
     def drop(self, rows: list[int]) -> None:
         self._runner.drop(rows)
@@ -127,6 +125,7 @@ class TransformersTarget:
             del self._runner
 
 
-def _places(paths: list[list[int]]) -> list[list[int]]:
-    """Return the places of the roots and of the nodes on these paths."""
-    return [[0, *(node + 1 for node in path)] for path in paths]
+def require_lm_head(model: PreTrainedModel) -> None:
+    """Raise ConfigError for a model without logits."""
+    if model.get_output_embeddings() is None:
+        raise ConfigError(f"model {type(model).__name__} has no lm_head; expected a causal language model")

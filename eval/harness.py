@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from draftsmith.bars import Bars, units
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoder import SpeculativeDecoder
-from draftsmith.decode.passes.compiled import built_graphs
+from draftsmith.decode.passes.graphs import built_graphs
 from draftsmith.decode.policies import plans
 from draftsmith.decode.profiling import measure_costs, parts
 from draftsmith.distill.chat_template import Chat

@@ -12,7 +12,7 @@ Committed tokens are read again with the target's features, so errors of the sta
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -40,6 +40,7 @@ from draftsmith.heads.layers import Attend, CachedAttention, Rope, ready, rotary
 from draftsmith.heads.lm_head import logits_head, weight_of
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.read_positions import ReadPositions
+from draftsmith.heads.rows import Rows
 from draftsmith.heads.start import inputs_of, sampled
 from draftsmith.heads.unrolled_attention import UnrolledAttention
 
@@ -208,8 +209,9 @@ class AutoregressiveDrafter(NetworkDrafter[Network]):
 
     def _read(self, tokens: list[list[int]]) -> None:
         """Read committed tokens, each with the features of the token before it."""
-        features_BTF = self.context.take_features([len(row) for row in tokens])
-        self._logits_BV = self._runner.append(tokens, self.body.project(features_BTF.to(self.body.dtype)))
+        rows = Rows(tokens, next(self.body.parameters()).device)
+        features_BTF = self.context.take_features(rows.counts)
+        self._logits_BV = self._runner.append(rows, self.body.project(features_BTF.to(self.body.dtype)))
 
     def extend(self, level: Level) -> Tensor:
         logits_BnV = self._runner.extend(level, level.of_parents(self._states_BnH))
@@ -219,7 +221,7 @@ class AutoregressiveDrafter(NetworkDrafter[Network]):
     def chain(self, logits_BV: Tensor, wanted: WantedChain) -> DraftedChain | None:
         return self._runner.chain(logits_BV, wanted, self._states_BnH[:, 0])
 
-    def rollback(self, slots: list[list[int]]) -> None:
+    def rollback(self, slots: Sequence[list[int]]) -> None:
         self._runner.commit([[] for _ in slots])
 
     def drop(self, rows: list[int]) -> None:

@@ -84,7 +84,7 @@ class Runner(Protocol):
     """
 
     @property
-    def lengths(self) -> list[int]:
+    def lengths(self) -> Sequence[int]:
         """Number of committed tokens that the model has read, for each row."""
         ...
 
@@ -93,7 +93,7 @@ class Runner(Protocol):
         """The model output's `states` that belong to the logits last returned: [B, D] or [B, n, D]."""
         ...
 
-    def append(self, tokens: list[list[int]], features_BQF: Tensor | None = None) -> Tensor:
+    def append(self, tokens: Sequence[list[int]], features_BQF: Tensor | None = None) -> Tensor:
         """Read committed tokens and return the logits [B, V] after the last one of each row. Empty rows are skipped.
 
         `features_BQF`: padded on the right to the longest row.
@@ -117,7 +117,7 @@ class Runner(Protocol):
         """Read a line of tokens of every row as draft tokens and return the logits [B, Q, V] after them."""
         ...
 
-    def block(self, tokens_Bb: Tensor, features_BCF: Tensor, counts: list[int]) -> Tensor:
+    def block(self, tokens_Bb: Tensor, features_BCF: Tensor, counts: Sequence[int]) -> Tensor:
         """Read the features of the next `counts` committed tokens and a block of b tokens after them in one pass.
 
         Return the logits [B, n, V] that the model computes for the block, which is then discarded.
@@ -126,7 +126,7 @@ class Runner(Protocol):
         """
         ...
 
-    def commit(self, slots: list[list[int]]) -> None:
+    def commit(self, slots: Sequence[list[int]]) -> None:
         """End the round: keep these draft slots of each row, in order, and discard all other draft tokens."""
         ...
 
@@ -330,7 +330,7 @@ class Drafter(nn.Module):
         """
         return None
 
-    def rollback(self, slots: list[list[int]]) -> None:
+    def rollback(self, slots: Sequence[list[int]]) -> None:
         """End the round. `slots`: for each text the accepted nodes that `extend` was given, in order.
 
         Nodes are numbered in the order of the levels, padding included; all others are discarded.

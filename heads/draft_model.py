@@ -13,7 +13,7 @@ Acceptance depends on the target; it is much higher for models trained for early
 arXiv:2404.16710).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -174,7 +174,7 @@ class DraftModel(TrainableDrafter):
     def chain(self, logits_BV: Tensor, wanted: WantedChain) -> DraftedChain | None:
         return self._runner.chain(logits_BV, wanted)
 
-    def rollback(self, slots: list[list[int]]) -> None:
+    def rollback(self, slots: Sequence[list[int]]) -> None:
         self._runner.commit(slots)
 
     def drop(self, rows: list[int]) -> None:

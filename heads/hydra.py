@@ -23,6 +23,7 @@ from draftsmith.heads.medusa import ResidualBlock
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.multi_head import LmHeads, TokenHeads, check_heads, target_sizes
 from draftsmith.heads.read_positions import ReadPositions
+from draftsmith.heads.rows import Rows
 from draftsmith.heads.start import silence
 from draftsmith.heads.unrolled_attention import UnrolledAttention
 
@@ -178,8 +179,9 @@ class Hydra(TokenHeads):
 
     def _read(self, tokens: list[list[int]]) -> None:
         """Read the final states of committed tokens, and keep the prefix layer's states after the last ones."""
-        features_BTH = self.context.take_features([len(row) for row in tokens])
-        self._states_BH = self._runner.append(tokens, features_BTH.to(self.dtype))
+        rows = Rows(tokens, next(self.parameters()).device)
+        features_BTH = self.context.take_features(rows.counts)
+        self._states_BH = self._runner.append(rows, features_BTH.to(self.dtype))
 
     def drop(self, rows: list[int]) -> None:
         if self.prefix is not None:

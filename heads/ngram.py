@@ -10,6 +10,7 @@ arXiv:2311.08252.
 """
 
 import os.path
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -220,7 +221,7 @@ class Hybrid(Drafter):
     def confidences(self) -> Tensor | None:
         return self.drafter.confidences()
 
-    def rollback(self, slots: list[list[int]]) -> None:
+    def rollback(self, slots: Sequence[list[int]]) -> None:
         self.drafter.rollback(slots)
 
     def drop(self, rows: list[int]) -> None:

@@ -10,6 +10,7 @@ The probabilities at a depth do not depend on the draft tokens before it. P-EAGL
 vLLM's speculators; mask tokens as in PARD, arXiv:2504.18583.
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -24,6 +25,7 @@ from draftsmith.heads.layers import layer_config, windows_of
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.multi_head import PathIndependentDrafter
 from draftsmith.heads.read_positions import ReadPositions
+from draftsmith.heads.rows import Rows
 from draftsmith.heads.start import final_states_of
 from draftsmith.heads.unrolled_attention import UnrolledAttention
 
@@ -118,26 +120,24 @@ class ParallelEagle(NetworkDrafter[Eagle3Network], PathIndependentDrafter):
         if any(known):
             self._runner.append(known, self._states([len(row) for row in known]))
 
-    def _states(self, counts: list[int]) -> Tensor:
+    def _states(self, counts: Sequence[int]) -> Tensor:
         """Return the states [B, most, H] of the next `counts` committed tokens of each text, padded on the right."""
         return self.body.project(self.context.take_features(counts).to(self.body.dtype))
 
     def begin(self, rows: list[int]) -> Tensor:
         """Read new committed tokens and the masks after them in one pass; then the masks are dropped from the cache."""
-        new = unread(self.context, rows, self._runner, first=1)
-        counts = [len(row) for row in new]
+        new = Rows(unread(self.context, rows, self._runner, first=1), self.mask_hidden.device)
         # Rows are padded with masks on the right, which the tokens and masks before them do not see.
-        width = max(counts) + self.num_tokens - 1
-        tokens = [row + [self.mask_token] * (width - len(row)) for row in new]
-        tokens_BQ = torch.tensor(tokens, device=self.mask_hidden.device)
-        count_B1 = torch.tensor(counts, device=tokens_BQ.device)[:, None]
-        known_BQH = nn.functional.pad(self._states(counts), (0, 0, 0, self.num_tokens - 1))
-        is_known_BQ1 = (torch.arange(width, device=tokens_BQ.device) < count_B1)[..., None]
-        logits_BQV = self._runner.line(tokens_BQ, torch.where(is_known_BQ1, known_BQH, self._mask_state()))
-        self._runner.commit([list(range(count)) for count in counts])
+        width = new.width + self.num_tokens - 1
+        count_B1 = new.counts.on_device_B[:, None]
+        is_known_BQ = torch.arange(width, device=new.device) < count_B1
+        tokens_BQ = nn.functional.pad(new.values_BW, (0, self.num_tokens - 1)).where(is_known_BQ, self.mask_token)
+        known_BQH = nn.functional.pad(self._states(new.counts), (0, 0, 0, self.num_tokens - 1))
+        logits_BQV = self._runner.line(tokens_BQ, torch.where(is_known_BQ[..., None], known_BQH, self._mask_state()))
+        self._runner.commit(Rows.rising(new.counts))
         first_B1 = count_B1.clamp_min(1) - 1
         asked_BK = first_B1 + torch.arange(self.num_tokens, device=tokens_BQ.device)
-        rows_B1 = torch.arange(len(counts), device=tokens_BQ.device)[:, None]
+        rows_B1 = torch.arange(len(new), device=tokens_BQ.device)[:, None]
         self._logits_BKV = logits_BQV[rows_B1, asked_BK]
         return self._logits_BKV[:, 0]
 

@@ -1,8 +1,8 @@
-"""Count the device-to-host reads that a decoder would make on an accelerator, in a run on the CPU."""
+"""Count the reads and uploads that a decoder would make on an accelerator, in a run on the CPU."""
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ here."""
 LEAVING = {Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__}
 """Methods that bring a tensor to the host, and that no operator shows on the CPU."""
 FROM_LISTS = (torch.tensor, torch.as_tensor)
+INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,18 @@ class Read:
 
 
 class Reads(list[Read]):
-    """All reads in order; as text, one line for each place with its count."""
+    """All reads in order, and all uploads; as text, one line for each place with its count."""
+
+    def __init__(self, reads: Iterable[Read] = (), uploads: Iterable[Read] = ()) -> None:
+        super().__init__(reads)
+        self.uploads = list[Read](uploads)
 
     def __str__(self) -> str:
-        return "\n".join(f"{count:5d} {read.operation:20s} {read.place}" for read, count in Counter(self).most_common())
+        return "\n".join(_lines(self) + _lines(self.uploads))
+
+
+def _lines(transfers: Iterable[Read]) -> list[str]:
+    return [f"{count:5d} {read.operation:20s} {read.place}" for read, count in Counter(transfers).most_common()]
 
 
 @contextmanager
@@ -58,7 +67,10 @@ def counted_reads(*models: nn.Module) -> Iterator[Reads]:
     a copy into a tensor on the host, and operators whose result has a size that depends on values: `nonzero`,
     `masked_select`, `unique`, `bincount`, `repeat_interleave` with a tensor of repeats but no `output_size`, and
     indexing with a mask (assignment of a number does not need its size). `equal` and `multinomial` check values on the
-    host. Uploads are no reads.
+    host.
+
+    An upload is: a tensor made from a list or a number with a `device` argument, a tensor of the host that moves by
+    `to`, and indexing a tensor on the device with a list or with a tensor of the host.
 
     Not seen: reads inside the forward passes of `models`, hooks included; `to` a `torch.device("cpu")`, which cannot be
     told from the device of the models; `torch.cuda.synchronize`; operators outside this list that wait on CUDA only,
@@ -108,6 +120,10 @@ class _Tracker:
     def read(self, operation: str) -> None:
         if not self._paused:
             self._reads.append(Read(operation, line_of_package()))
+
+    def upload(self, operation: str) -> None:
+        if not self._paused:
+            self._reads.uploads.append(Read(operation, line_of_package()))
 
 
 class _Operators(TorchDispatchMode):
@@ -161,10 +177,20 @@ class _Calls(TorchFunctionMode):
         if func in FROM_LISTS and not isinstance(args[0], Tensor):
             for _ in filter(tracker.holds, tensors_in(args[0])):
                 tracker.read("tensor of tensors")
+            if _is_device(kwargs.get("device")):
+                tracker.upload(func.__name__)
+        if func in INDEXING and tracker.holds(args[0]):
+            for _ in filter(self._is_of_host, args[1] if isinstance(args[1], tuple) else (args[1],)):
+                tracker.upload("index")
         out = func(*args, **kwargs)
         if _is_device(kwargs.get("device")) and isinstance(out, Tensor):
             tracker.put(out)
         return out
+
+    def _is_of_host(self, index: object) -> bool:
+        return isinstance(index, list) or (
+            isinstance(index, Tensor) and index.dim() > 0 and not self._tracker.holds(index)
+        )
 
     def _leave(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         self._tracker.read(func.__name__)
@@ -184,6 +210,7 @@ class _Calls(TorchFunctionMode):
         if _is_device(device) and not self._tracker.holds(tensor):
             out = self._tracker.host_copy(out)
             self._tracker.put(out)
+            self._tracker.upload("to")
         return out
 
 

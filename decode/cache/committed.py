@@ -13,6 +13,8 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from draftsmith.heads.rows import Counts, Rows, rows_of
+
 # Shapes: n rows of logits, B texts, S slots, T tokens, D draft tokens on a path, Q tokens of a pass, F size of the
 # features per position.
 
@@ -66,26 +68,24 @@ class CommittedTokens:
     """The committed tokens of B texts on the device, [B, S]."""
 
     def __init__(self, texts: Sequence[list[int]], device: torch.device) -> None:
-        self.lengths = [0] * len(texts)
+        self.lengths = Counts([0] * len(texts), device)
         self._ids_BS = torch.zeros(len(texts), 0, dtype=torch.int64, device=device)
         self.append(texts)
 
     def append(self, new: Sequence[list[int]]) -> None:
         """Append tokens to every text."""
-        width = max(map(len, new))
-        if width == 0:
+        rows = Rows.of(new, self._ids_BS.device)
+        if rows.width == 0:
             return
-        self._reserve(max(self.lengths) + width)
-        rows = [number for number, tokens in enumerate(new) for _ in tokens]
-        slots = [start + i for start, tokens in zip(self.lengths, new, strict=True) for i in range(len(tokens))]
-        values = [token for tokens in new for token in tokens]
-        place = torch.tensor([rows, slots, values], device=self._ids_BS.device)
-        self._ids_BS[place[0], place[1]] = place[2]
-        self.lengths = [length + len(tokens) for length, tokens in zip(self.lengths, new, strict=True)]
+        self._reserve(max(self.lengths) + rows.width)
+        # Padding takes slots that later tokens overwrite.
+        slots_BW = self.lengths.on_device_B[:, None] + torch.arange(rows.width, device=self._ids_BS.device)
+        self._ids_BS.scatter_(1, slots_BW, rows.values_BW)
+        self.lengths = self.lengths + rows.counts
 
     def keep(self, rows: list[int]) -> None:
         """Keep only these texts, in this order."""
-        self._ids_BS, self.lengths = self._ids_BS[rows], [self.lengths[row] for row in rows]
+        self._ids_BS, self.lengths = rows_of(self._ids_BS, rows), self.lengths.keep(rows)
 
     def with_paths(
         self, rows: Sequence[int], paths_nD: Tensor | None, depths: Sequence[int], texts: Sequence[int]
@@ -110,14 +110,20 @@ class CommittedTokens:
 
     def tokens(self, rows: Sequence[int], paths_nD: Tensor | None, width: int) -> Tensor:
         """Return [n, width]: the tokens of texts `rows`, then those of `paths_nD`."""
-        index_n = torch.tensor(rows, device=self._ids_BS.device)
         if paths_nD is None:
-            return self._ids_BS[index_n, :width]
+            return self._of_texts(self._ids_BS[:, :width], rows)
         D = paths_nD.shape[1]
-        starts_n1 = torch.tensor([[self.lengths[row]] for row in rows], device=self._ids_BS.device)
-        wide_nS = self._ids_BS[index_n, : max(width, max(self.lengths) + D)]
+        starts_n1 = self._of_texts(self.lengths.on_device_B[:, None], rows)
+        wide_nS = self._of_texts(self._ids_BS[:, : max(width, max(self.lengths) + D)], rows)
         slots_nD = starts_n1 + torch.arange(D, device=self._ids_BS.device)
         return wide_nS.scatter_(1, slots_nD, paths_nD)[:, :width]
+
+    def _of_texts(self, values_BX: Tensor, rows: Sequence[int]) -> Tensor:
+        """Return a copy of the values of texts `rows`; without an upload where each text has equally many rows."""
+        each = len(rows) // len(self.lengths)
+        if list(rows) == [row for row in range(len(self.lengths)) for _ in range(each)]:
+            return values_BX.repeat_interleave(each, 0)
+        return values_BX[torch.tensor(rows, device=values_BX.device)]
 
     def _reserve(self, slots: int) -> None:
         B, held = self._ids_BS.shape
@@ -154,48 +160,68 @@ class StoredContexts:
 # Features.
 
 
-def at_places(values_BQF: Tensor, places: Sequence[Sequence[int]]) -> Tensor:
+def at_places(values_BQF: Tensor, places: Rows) -> Tensor:
     """Return the values [B, n, F] at these places of each row; rows with fewer are padded with other values.
 
-    A view, which copies nothing, where the places of all rows rise by one from the same place.
+    A view, which copies nothing, where the places of all rows rise by one from 0.
     """
-    first, width = next((row[0] for row in places if row), 0), max(map(len, places))
-    if all(list(row) == list(range(first, first + len(row))) for row in places):
-        return values_BQF[:, first : first + width]
-    wide = [[*row, *[0] * (width - len(row))] for row in places]
-    rows_B1 = torch.arange(len(places), device=values_BQF.device)[:, None]
-    return values_BQF[rows_B1, torch.tensor(wide, device=values_BQF.device)]
+    if places.rise_from_0:
+        return values_BQF[:, : places.width]
+    return _gathered(values_BQF, places.values_BW)
+
+
+def _gathered(values_BQF: Tensor, places_Bn: Tensor) -> Tensor:
+    rows_B1 = torch.arange(len(places_Bn), device=places_Bn.device)[:, None]
+    return values_BQF[rows_B1, places_Bn]
 
 
 class FeatureQueue:
     """Features of the next tokens of each text, in the order of the tokens."""
 
     def __init__(self) -> None:
-        self.counts: list[int] = []
-        """Number of tokens of each text."""
+        self.counts: Counts | None = None
+        """Number of tokens of each text; None before the first."""
         self.values_BSF: Tensor | None = None
         """Padded on the right; None while the queue is empty."""
 
-    def add(self, features_BQF: Tensor, counts: Sequence[int]) -> None:
+    def add(self, features_BQF: Tensor, counts: Counts) -> None:
         """Append the features of the first `counts` tokens of each row."""
-        if self.values_BSF is None:
-            self.values_BSF, self.counts = features_BQF[:, : max(counts)], list(counts)
+        new_BQF, held = features_BQF[:, : max(counts)], self.counts
+        if self.values_BSF is None or held is None:
+            self.values_BSF, self.counts = new_BQF, counts
             return
-        S, pairs = self.values_BSF.shape[1], list(zip(self.counts, counts, strict=True))
-        both_BSF = torch.cat([self.values_BSF, features_BQF[:, : max(counts)]], 1)
-        self.values_BSF = at_places(both_BSF, [[*range(held), *range(S, S + new)] for held, new in pairs])
-        self.counts = [held + new for held, new in pairs]
+        self.counts = held + counts
+        both_BSF, S = torch.cat([self.values_BSF, new_BQF], 1), self.values_BSF.shape[1]
+        if held.equal:  # to S
+            self.values_BSF = both_BSF
+            return
+        place_n, held_B1 = torch.arange(max(self.counts), device=both_BSF.device), held.on_device_B[:, None]
+        place_Bn = torch.where(place_n < held_B1, place_n, place_n - held_B1 + S)
+        self.values_BSF = _gathered(both_BSF, place_Bn.clamp_max(both_BSF.shape[1] - 1))
 
     def take(self, counts: Sequence[int]) -> Tensor:
         """Remove the features of the next `counts` tokens of each text and return them, see `Context.take_features`."""
-        values_BSF = self.values_BSF
+        values_BSF, held = self.values_BSF, self.counts
         assert values_BSF is not None, "only drafters that need features take them"
-        rest = [list(range(count, held)) for count, held in zip(counts, self.counts, strict=True)]
-        self.counts = [len(row) for row in rest]
-        self.values_BSF = at_places(values_BSF, rest) if any(rest) else None
-        return values_BSF[:, : max(counts)]
+        assert held is not None
+        taken = Counts.of(counts, held.device)
+        self.counts, self.values_BSF = held + taken.map(lambda count: -count), None
+        most = max(self.counts)
+        if most > 0:
+            self.values_BSF = self._after(values_BSF, taken, most)
+        return values_BSF[:, : max(taken)]
+
+    def _after(self, values_BSF: Tensor, taken: Counts, most: int) -> Tensor:
+        """Return the values after the first ones of each row, at most `most` of them."""
+        assert self.counts is not None
+        starts = {count for count, rest in zip(taken, self.counts, strict=True) if rest > 0}
+        if len(starts) == 1:
+            (start,) = starts
+            return values_BSF[:, start : start + most]
+        place_Bn = taken.on_device_B[:, None] + torch.arange(most, device=values_BSF.device)
+        return _gathered(values_BSF, place_Bn.clamp_max(values_BSF.shape[1] - 1))
 
     def keep(self, rows: list[int]) -> None:
         """Keep only these texts, in this order."""
-        if self.values_BSF is not None:
-            self.values_BSF, self.counts = self.values_BSF[rows], [self.counts[row] for row in rows]
+        if self.values_BSF is not None and self.counts is not None:
+            self.values_BSF, self.counts = rows_of(self.values_BSF, rows), self.counts.keep(rows)

@@ -9,24 +9,20 @@ inputs are moved into the saved states `MOST_AGAIN` at a time, in a graph of its
 with nothing before it continues from the saved states and replaces them, which is what the target alone runs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from draftsmith.decode.cache.recurrent import (
     LOCK,
     MOST_AGAIN,
-    NO_CONTEXT,
     Call,
     Inputs,
     Mixer,
-    Mixers,
     copied,
     each,
     mixers_of,
@@ -34,6 +30,7 @@ from draftsmith.decode.cache.recurrent import (
 )
 from draftsmith.decode.cache.rollback import keep_rows_in_place
 from draftsmith.errors import ConfigError
+from draftsmith.heads.rows import Counts
 
 MOST_KEPT = MOST_AGAIN - 1
 """Committed tokens of a row that a pass reads again: as many as `MOST_AGAIN` are moved into the saved states first."""
@@ -84,7 +81,7 @@ class FixedMixer:
             own[: len(new)] = new
         return len(tensors[0])
 
-    def give(self, mixer: Mixer, committed: list[int], drafted: int) -> None:
+    def give(self, mixer: Mixer, committed: Counts, drafted: int) -> None:
         """Copy the states of the first rows to a mixer, with the inputs that they have committed and drafted."""
         rows, width = len(committed), max(committed) + drafted
         inputs = {name: value[:rows, :width].clone() for name, value in self._kept.items()} if width else {}
@@ -185,83 +182,6 @@ class FixedStates:
     def reading(self) -> AbstractContextManager[None]:
         """Let all mixers continue from these states, inside the context."""
         return replaced([(mixer.module, mixer.read) for mixer in self.mixers])
-
-
-class CompiledMixers(Mixers):
-    """The mixers of a model whose passes are compiled, all but those over prompts and other wide ones.
-
-    Args:
-        states: those that compiled passes read; `Mixer`s hold the states before and after other passes.
-        advance: runs `FixedStates.advance` for the rows whose number is True.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        config: PreTrainedConfig,
-        cache: Cache,
-        states: FixedStates,
-        advance: Callable[[list[bool]], None],
-    ) -> None:
-        super().__init__(model, config, cache, states.rows)
-        self._states, self._advance = states, advance
-        self._committed: list[int] | None = None
-        """Inputs of each row that are read again; None while `Mixer`s hold the states."""
-        self._saved_roots = 0
-        """Tokens of each row that are in the saved states before `keep` commits them."""
-
-    def reading(
-        self, width: int, counts: Sequence[int] | None, drafted: int = 0, *, compiled: bool = False, root: bool = False
-    ) -> AbstractContextManager[None]:
-        if not self._mixers:
-            return NO_CONTEXT
-        if compiled:
-            return self._reading_fixed(width, counts, drafted, root)
-        if self._committed is not None:
-            for fixed, mixer in zip(self._states.mixers, self._mixers, strict=True):
-                fixed.give(mixer, self._committed, drafted)
-            self._committed = None
-        return super().reading(width, counts)
-
-    @contextmanager
-    def _reading_fixed(self, width: int, counts: Sequence[int] | None, drafted: int, root: bool) -> Iterator[None]:
-        if self._committed is None:
-            pairs = zip(self._states.mixers, self._mixers, strict=True)
-            rows = [fixed.take(mixer) for fixed, mixer in pairs]
-            self._committed = [0] * rows[0]
-        if drafted == 0:
-            self._move()
-        committed = self._committed
-        are_committed = root or (counts is not None and min(counts) == width)
-        direct = width == 1 and max(committed) == 0 and are_committed
-        self.again = None if direct else [count + drafted for count in committed]
-        self.most_again = 0 if direct else self._states.most_before(drafted, width)
-        with self._states.reading():
-            yield
-        self._saved_roots = int(direct and root)
-        if counts is not None and not direct:
-            self._committed = [old + new for old, new in zip(committed, counts, strict=True)]
-
-    def _move(self) -> None:
-        """Move whole groups of committed inputs into the saved states."""
-        assert self._committed is not None
-        while max(self._committed) >= MOST_AGAIN:
-            full = [count >= MOST_AGAIN for count in self._committed]
-            self._advance(full)
-            self._committed = [count - MOST_AGAIN * moved for count, moved in zip(self._committed, full, strict=True)]
-
-    def keep(self, slots: Sequence[Sequence[int]]) -> None:
-        if self._committed is None:
-            return super().keep(slots)
-        new = [len(kept) - self._saved_roots for kept in slots]
-        self._committed = [old + count for old, count in zip(self._committed, new, strict=True)]
-
-    def drop(self, rows: list[int]) -> None:
-        if self._committed is None:
-            return super().drop(rows)
-        self._committed = [self._committed[row] for row in rows]
-        for mixer in self._states.mixers:
-            mixer.drop(rows)
 
 
 def _tensors(states: LinearAttentionLayer) -> list[Tensor]:

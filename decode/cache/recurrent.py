@@ -12,24 +12,23 @@ committed tokens never change, so the states equal those of a text without draft
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import lru_cache
 from inspect import getmembers, isfunction, signature, unwrap
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionLayer
+
+from draftsmith.decode.cache.rollback import RollbackCache
+from draftsmith.heads.rows import Counts, rows_of
 
 MOST_AGAIN = 16
 """Committed tokens that a mixer reads again: more widen its passes, fewer make it read its weights twice more often."""
-RECURRENT_TYPES = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
-"""Layer types of transformers whose layers hold such states."""
 _UPDATES = ("update_conv_state", "update_recurrent_state")
 LOCK = threading.RLock()
 """Held while forward methods of mixers are replaced, and while they are looked up."""
-NO_CONTEXT = nullcontext()
 
 # Shapes: B rows, P inputs that are kept of each row, Q tokens fed.
 
@@ -44,11 +43,11 @@ class Mixer:
 
     Args:
         cache: the cache in the mixer's arguments, which is replaced by one with the mixer's own states.
-        rows: number of texts.
         states: number of convolution and recurrent states of a layer.
     """
 
-    def __init__(self, module: nn.Module, cache: Cache, rows: int, states: int) -> None:
+    def __init__(self, module: nn.Module, cache: RollbackCache, states: int) -> None:
+        rows, device = len(cache.lengths), cache.lengths.device
         self._module, self._cache = module, cache
         self._names = [*signature(module.forward).parameters]
         self._saved = LinearAttentionLayer(number_of_states=states)
@@ -56,7 +55,7 @@ class Mixer:
         """The states after all inputs, where every row has equally many and none was discarded."""
         self._inputs: Inputs = {}
         """Those since the saved states: of each row the committed tokens, the draft tokens, padding."""
-        self._committed = [0] * rows
+        self._committed = Counts([0] * rows, device)
         self._drafted = 0
         self._one_by_one = False
         self._steps: list[LinearAttentionLayer] = []
@@ -64,7 +63,7 @@ class Mixer:
         self.example: tuple[dict[str, Any], Inputs] = {}, {}
         """The arguments of its first call that have no value for each token, and empty tensors for those that have."""
 
-    def method(self, width: int, counts: Sequence[int] | None) -> Method:
+    def method(self, width: int, counts: Counts | None) -> Method:
         """Return the context for `width` tokens of each row, of which `counts` are committed; None: draft tokens."""
         forward = self._module.forward
 
@@ -74,7 +73,7 @@ class Mixer:
 
         return self._module, read
 
-    def _read(self, call: "Call", width: int, counts: Sequence[int] | None) -> Any:
+    def _read(self, call: "Call", width: int, counts: Counts | None) -> Any:
         inputs = call.inputs(len(self._committed), width)
         if not self.example[1]:
             self.example = call.without(inputs), {name: value[:0, :0].clone() for name, value in inputs.items()}
@@ -89,21 +88,21 @@ class Mixer:
             return call(self._last, inputs)
         if not self._drafted and max(self._committed) >= MOST_AGAIN:
             self._advance(call, self._inputs, [count if count >= MOST_AGAIN else 0 for count in self._committed])
-            self._committed = [count if count < MOST_AGAIN else 0 for count in self._committed]
-        before = [count + self._drafted for count in self._committed]
+            self._committed = self._committed.map(lambda count: count * (count < MOST_AGAIN))
+        before = self._committed + self._drafted
         self._inputs = {name: _joined(self._inputs.get(name), new, before) for name, new in inputs.items()}
         self._drafted += width
         last = copied(self._saved)
         outputs = call(last, self._inputs)
-        self._last = last if min(before) == max(before) else None
+        self._last = last if before.equal else None
         return each(outputs, lambda output: _taken(output, before, width))
 
-    def _read_committed(self, call: "Call", inputs: Inputs, width: int, counts: Sequence[int]) -> Any:
+    def _read_committed(self, call: "Call", inputs: Inputs, width: int, counts: Counts) -> Any:
         """Read `counts` tokens of each row, after those that are read again, and save the states after them."""
-        before, self._committed = self._committed, [0] * len(counts)
+        before, self._committed = self._committed, _none(counts)
         joined = {name: _joined(self._inputs.get(name), new, before) for name, new in inputs.items()}
         self._inputs = {}
-        outputs = self._advance(call, joined, [start + count for start, count in zip(before, counts, strict=True)])
+        outputs = self._advance(call, joined, (before + counts).values)
         return each(outputs, lambda output: _taken(output, before, width))
 
     def _read_singly(self, call: "Call", inputs: Inputs, width: int) -> Any:
@@ -122,8 +121,9 @@ class Mixer:
         whole: Any = None
         for length in sorted(set(lengths) - {0}):
             rows = [row for row, own in enumerate(lengths) if own == length]
-            states, part = copied(self._saved, rows), {name: value[rows] for name, value in inputs.items()}
-            outputs = self._continue(call, states, _columns(part, 0, length), length)
+            states, part = copied(self._saved, rows), _columns(inputs, 0, length)
+            part = {name: rows_of(value, rows) for name, value in part.items()}
+            outputs = self._continue(call, states, part, length)
             _put(self._saved, states, rows, len(lengths))
             whole = _written(whole, outputs, rows, (len(lengths), width))
         return whole
@@ -134,7 +134,7 @@ class Mixer:
             return call(states, inputs)
         return _together([call(states, _columns(inputs, place, place + 1)) for place in range(width)])
 
-    def keep(self, counts: Sequence[int]) -> None:
+    def keep(self, counts: Counts) -> None:
         """Commit this many draft tokens of each row and discard the others."""
         if self._steps:
             for count, states in enumerate(self._steps, start=1):
@@ -143,12 +143,12 @@ class Mixer:
                     _put(self._saved, copied(states, rows), rows, len(counts))
             self._steps = []
             return
-        self._committed = [old + new for old, new in zip(self._committed, counts, strict=True)]
+        self._committed = self._committed + counts
         self._drafted = 0
         if self._inputs:
             kept, length = max(self._committed), next(iter(self._inputs.values())).shape[1]
             if self._last is not None and min(self._committed) == length:
-                self._saved, self._committed, kept = self._last, [0] * len(counts), 0
+                self._saved, self._committed, kept = self._last, _none(counts), 0
             self._inputs = _columns(self._inputs, 0, kept) if kept else {}
         self._last = None
 
@@ -157,13 +157,12 @@ class Mixer:
         assert not self._steps
         assert not self._drafted
         if max(self._committed) > 0:
-            self._advance(
-                Call(self._module, self._module.forward, self.example[0], self._cache), self._inputs, self._committed
-            )
-            self._committed, self._inputs = [0] * len(self._committed), {}
+            call = Call(self._module, self._module.forward, self.example[0], self._cache)
+            self._advance(call, self._inputs, self._committed.values)
+            self._committed, self._inputs = _none(self._committed), {}
         return self._saved
 
-    def receive(self, states: LinearAttentionLayer, inputs: Inputs, committed: list[int], drafted: int) -> None:
+    def receive(self, states: LinearAttentionLayer, inputs: Inputs, committed: Counts, drafted: int) -> None:
         """Continue from `states`, after which each row has committed some inputs, and every row has `drafted` more."""
         self._saved, self._inputs, self._committed, self._drafted = states, inputs, committed, drafted
         self._last = None
@@ -171,8 +170,8 @@ class Mixer:
     def drop(self, rows: list[int]) -> None:
         """Keep only these rows."""
         self._saved, self._last = copied(self._saved, rows), None
-        self._inputs = {name: value[rows] for name, value in self._inputs.items()}
-        self._committed = [self._committed[row] for row in rows]
+        self._inputs = {name: rows_of(value, rows) for name, value in self._inputs.items()}
+        self._committed = self._committed.keep(rows)
 
 
 @contextmanager
@@ -238,49 +237,6 @@ def _short_chunks(module: nn.Module, value: Tensor) -> Iterator[None]:
             module.chunk_size = chunk  # pyright: ignore[reportArgumentType]
 
 
-class Mixers:
-    """All mixers of a model; empty for a model without recurrent layers."""
-
-    def __init__(self, model: nn.Module, config: PreTrainedConfig, cache: Cache, rows: int) -> None:
-        states = getattr(config, "number_of_conv_states", 1)
-        with LOCK:
-            self._mixers = [Mixer(module, cache, rows, states) for module in mixers_of(model)]
-        self.again: list[int] | None = None
-        self.most_again = 0
-        """For the compiled pass inside `reading`, see `FixedStates.aim`."""
-
-    def __bool__(self) -> bool:
-        return bool(self._mixers)
-
-    def reading(
-        self, width: int, counts: Sequence[int] | None, drafted: int = 0, *, compiled: bool = False, root: bool = False
-    ) -> AbstractContextManager[None]:
-        """Let the mixers of the model continue from their states, inside the context; see `Mixer.method`.
-
-        Args:
-            drafted: draft tokens of each row that were read before.
-            compiled: the pass is compiled.
-            root: it reads only the last token of each text, which `keep` commits.
-        """
-        return self._reading(width, counts) if self._mixers else NO_CONTEXT
-
-    @contextmanager
-    def _reading(self, width: int, counts: Sequence[int] | None) -> Iterator[None]:
-        # Another thread may have replaced the methods: they are looked up once this one has the lock.
-        with LOCK, replaced([mixer.method(width, counts) for mixer in self._mixers]):
-            yield
-
-    def keep(self, slots: Sequence[Sequence[int]]) -> None:
-        """Commit the draft tokens of each row in these slots, which are the first ones, and discard the others."""
-        for mixer in self._mixers:
-            mixer.keep([len(kept) for kept in slots])
-
-    def drop(self, rows: list[int]) -> None:
-        """Keep only these rows."""
-        for mixer in self._mixers:
-            mixer.drop(rows)
-
-
 def is_recurrent(model: nn.Module) -> bool:
     """Return whether a model has mixers; it reads chains only."""
     return bool(mixers_of(model))
@@ -305,30 +261,35 @@ def _updates_states(kind: type[nn.Module]) -> bool:
     return any(name in function.__code__.co_names for function in functions for name in _UPDATES)
 
 
-def _joined(old: Tensor | None, new: Tensor, before: list[int]) -> Tensor:
+def _joined(old: Tensor | None, new: Tensor, before: Counts) -> Tensor:
     """Return the first `before` columns of each row of `old` followed by its row of `new`, padded on the right."""
     if max(before) == 0:
         return new
     assert old is not None
-    if min(before) == max(before):
+    if before.equal:
         return torch.cat([old[:, : before[0]], new], 1)
     joined = new.new_zeros(new.shape[0], max(before) + new.shape[1], *new.shape[2:])
     joined[:, : max(before)] = old[:, : max(before)]
-    joined[_places(new, before, new.shape[1])] = new
+    joined[_places(before, new.shape[1])] = new
     return joined
 
 
-def _taken(output: Tensor, before: list[int], width: int) -> Tensor:
+def _taken(output: Tensor, before: Counts, width: int) -> Tensor:
     """Return `width` columns of each row after its first `before` ones."""
-    if min(before) == max(before):
+    if before.equal:
         return output[:, before[0] : before[0] + width]
-    return output[_places(output, before, width)]
+    return output[_places(before, width)]
 
 
-def _places(like: Tensor, before: list[int], width: int) -> tuple[Tensor, Tensor]:
+def _places(before: Counts, width: int) -> tuple[Tensor, Tensor]:
     """Return the indices of `width` columns after the first `before` of each row: [B, 1] and [B, width]."""
-    start_B1 = torch.tensor(before, device=like.device)[:, None]
-    return torch.arange(len(before), device=like.device)[:, None], start_B1 + torch.arange(width, device=like.device)
+    rows_B1 = torch.arange(len(before), device=before.device)[:, None]
+    return rows_B1, before.on_device_B[:, None] + torch.arange(width, device=before.device)
+
+
+def _none(counts: Counts) -> Counts:
+    """Return 0 for each row."""
+    return Counts([0] * len(counts), counts.device)
 
 
 def _columns(inputs: Inputs, start: int, end: int) -> Inputs:
@@ -357,7 +318,8 @@ def _written(whole: Any, outputs: Any, rows: list[int], size: tuple[int, int]) -
         whole = each(outputs, lambda output: output.new_zeros(*size, *output.shape[2:]))
     pairs = zip(whole, outputs, strict=True) if isinstance(outputs, tuple) else [(whole, outputs)]
     for target, output in pairs:
-        target[rows, : output.shape[1]] = output
+        for row, own in zip(rows, output, strict=True):  # an index of several rows would be uploaded
+            target[row, : len(own)] = own
     return whole
 
 
@@ -366,7 +328,7 @@ def _written(whole: Any, outputs: Any, rows: list[int], size: tuple[int, int]) -
 
 def copied(states: LinearAttentionLayer, rows: list[int] | None = None) -> LinearAttentionLayer:
     """Return a copy of `states`, or of these rows of them."""
-    return _changed(states, lambda value: value.clone() if rows is None else value[rows])
+    return _changed(states, lambda value: value.clone() if rows is None else rows_of(value, rows))
 
 
 def _changed(states: LinearAttentionLayer, change: Callable[[Tensor], Tensor]) -> LinearAttentionLayer:
@@ -386,7 +348,8 @@ def _put(states: LinearAttentionLayer, new: LinearAttentionLayer, rows: list[int
             if value is not None:
                 tensor = old[place]
                 old[place] = tensor = value.new_zeros(count, *value.shape[1:]) if tensor is None else tensor
-                tensor[rows] = value
+                for row, own in zip(rows, value, strict=True):
+                    tensor[row] = own
     _describe(states, new)
 
 

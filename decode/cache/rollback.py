@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from draftsmith.decode.cache.recurrent import RECURRENT_TYPES
 from draftsmith.errors import ConfigError
+from draftsmith.heads.rows import Counts, Rows, rows_of
 
 FIRST_SLOTS = 256
 """Slots that are allocated in addition to the first text; storage doubles when they are full."""
@@ -24,6 +24,8 @@ FIRST_SLOTS = 256
 CACHES = ("cache", "past_key_values", "cache_params", "state")
 """Arguments by which models take their cache; transformers 5.24 renamed most of them to the first."""
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
+RECURRENT_TYPES = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
+"""Layer types of transformers whose layers hold such states."""
 OWN_STATES = {
     "minimax": "accepts no cache but its own class",
     "recurrent_gemma": "stores recurrent states in its modules",
@@ -129,10 +131,11 @@ class RollbackLayer(CacheLayerMixin):
             self.keys, self.values = keys, values = _padded(keys, more), _padded(values, more)
         return keys, values
 
-    def move(self, rows_n1: Tensor, to_nk: Tensor, from_nk: Tensor) -> None:
-        """Copy slots `from_nk` of n rows to slots `to_nk`; a layer that reads another's keys has none."""
+    def move(self, to_Bk: Tensor, from_Bk: Tensor) -> None:
+        """Copy slots `from_Bk` of the first B rows to slots `to_Bk`; a layer that reads another's keys has none."""
+        rows_B1 = torch.arange(len(to_Bk), device=to_Bk.device)[:, None]
         for storage in self._storage if self.is_initialized else ():
-            storage[rows_n1, :, to_nk] = storage[rows_n1, :, from_nk]
+            storage[rows_B1, :, to_Bk] = storage[rows_B1, :, from_Bk]
 
     def keep_rows(self, rows: list[int]) -> None:
         """Keep only these rows, in this order; rows that stay in their place are not copied."""
@@ -165,7 +168,7 @@ def kept_rows(storage: Tensor, rows: list[int]) -> Tensor:
     """Return these rows of `storage`, whose memory is used again where rows only move to the front."""
     moved = [(to, row) for to, row in enumerate(rows) if to != row]
     if any(row < len(rows) for _, row in moved):
-        return storage[rows]
+        return rows_of(storage, rows)
     for to, row in moved:
         storage[to] = storage[row]
     return storage[: len(rows)]
@@ -193,51 +196,53 @@ class RollbackCache(Cache):
         fixed: allocate `longest` slots at once, and keep this storage when texts end.
     """
 
-    def __init__(self, config: PreTrainedConfig, rows: int, longest: int | None = None, *, fixed: bool = False) -> None:
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        rows: int,
+        device: torch.device,
+        longest: int | None = None,
+        *,
+        fixed: bool = False,
+    ) -> None:
         text_config = config.get_text_config(decoder=True)
         names = ("num_decoder_layers", "decoder_layers", "num_hidden_layers")  # the last is BART's encoder's number
         depth = next(number for name in names if (number := getattr(text_config, name, None)))
         self.place = WritePosition()
-        self.lengths = [0] * rows
+        self.lengths = Counts([0] * rows, device)
+        """Number of committed tokens of each row."""
         self._layers = [RollbackLayer(self.place, rows, longest, fixed) for _ in range(depth)]
         super().__init__(layers=[*self._layers])
 
-    def aim(self, starts: list[int], count: int, device: torch.device) -> None:
+    def aim(self, starts: Counts, count: int) -> None:
         """Set the slots of the next forward pass: `count` tokens per row, starting at `starts`."""
         self.place.row = None
         self.place.end = max(starts) + count
-        if min(starts) == max(starts):
+        if starts.equal:
             self.place.start, self.place.slots_BQ = starts[0], None
         else:
-            steps_Q = torch.arange(count, device=device)
             self.place.start = None
-            self.place.slots_BQ = torch.tensor(starts, device=device)[:, None] + steps_Q
+            self.place.slots_BQ = starts.on_device_B[:, None] + torch.arange(count, device=starts.device)
 
     def aim_at(self, row: int, count: int) -> None:
         """Set the slots of a forward pass over the first `count` tokens of one row."""
         self.place.row, self.place.start, self.place.end, self.place.slots_BQ = row, 0, count, None
 
-    def keep(self, slots: list[list[int]]) -> None:
+    def keep(self, slots: Rows) -> None:
         """Commit for each row the tokens in these slots, in order; slots are counted from the end of its tokens."""
-        # Slots rise along a path, so the first ones are kept where the last of them is in its place.
-        rows = [row for row, kept in enumerate(slots) if kept and kept[-1] != len(kept) - 1]
-        if rows:
-            width = max(len(slots[row]) for row in rows)
+        if not slots.rise_from_0:
+            step_k = torch.arange(slots.width, device=slots.device)
             # Shorter rows are padded with slots that stay where they are.
-            wide = [slots[row] + list(range(len(slots[row]), width)) for row in rows]
-            starts = [self.lengths[row] for row in rows]
-            device = self._layers[0].device
-            start_n1 = torch.tensor(starts, device=device)[:, None]
-            to_nk, from_nk = start_n1 + torch.arange(width, device=device), start_n1 + torch.tensor(wide, device=device)
-            rows_n1 = torch.tensor(rows, device=device)[:, None]
+            own_Bk = torch.where(step_k < slots.counts.on_device_B[:, None], slots.values_BW, step_k)
+            start_B1 = self.lengths.on_device_B[:, None]
             for layer in self._stores():
-                layer.move(rows_n1, to_nk, from_nk)
-        self.lengths = [length + len(kept) for length, kept in zip(self.lengths, slots, strict=True)]
+                layer.move(start_B1 + step_k, start_B1 + own_Bk)
+        self.lengths = self.lengths + slots.counts
 
     def clear(self, rows: int) -> None:
         """Begin again with this number of empty texts."""
         self.place.start, self.place.end, self.place.slots_BQ = 0, 0, None
-        self.lengths = [0] * rows
+        self.lengths = Counts([0] * rows, self.lengths.device)
         for layer in self._stores():
             layer.clear()
 
@@ -250,7 +255,7 @@ class RollbackCache(Cache):
         """Keep only these rows."""
         for layer in self._stores():
             layer.keep_rows(rows)
-        self.lengths = [self.lengths[row] for row in rows]
+        self.lengths = self.lengths.keep(rows)
 
     def _stores(self) -> list[RollbackLayer]:
         """Return the layers and their indexers."""

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache.recurrent import is_recurrent, reads_one_by_one
 from draftsmith.decode.cache.rollback import cache_name, refuse_other_layers
 from draftsmith.decode.passes.attention import WITH_ROLLBACK, Passes, passes_of, run_with
+from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.checks import HALF_TOLERANCE, TOLERANCE, check_rollback
 from draftsmith.decode.passes.encoder_decoder import biased_layers
 from draftsmith.decode.passes.masks import Attention
@@ -315,7 +316,7 @@ def _ids(model: PreTrainedModel, rows: list[list[int]]) -> Tensor:
 
 def _after(model: PreTrainedModel, contexts: list[list[int]]) -> ModelRunner:
     """Return a runner that has read each context but its last token."""
-    runner = ModelRunner(model, len(contexts), [_source(model) for _ in contexts])
+    runner = ModelRunner(model, len(contexts), Plan(sources=[_source(model) for _ in contexts]))
     runner.append([context[:-1] for context in contexts])
     return runner
 

@@ -16,8 +16,13 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from draftsmith.decode.cache.rollback import RollbackCache, cache_name
+from draftsmith.decode.cache.rollback import RollbackCache
+from draftsmith.decode.passes.base import Output, Plan, Reading
+from draftsmith.decode.passes.eager import EagerPasses
+from draftsmith.decode.passes.masks import Attention
 from draftsmith.errors import ConfigError
+from draftsmith.heads.model_config import NO_CONTEXT
+from draftsmith.heads.rows import rows_of
 
 if TYPE_CHECKING:
     from transformers.models.t5.modeling_t5 import T5Attention
@@ -86,7 +91,6 @@ class Encoded:
         self, model: PreTrainedModel, sources: Sequence[list[int]], states: Sequence[Tensor] | None = None
     ) -> None:
         self._caches: EncoderDecoderCache | None = None
-        self._cache_name = cache_name(inspect.signature(model.forward).parameters)
         if states is not None:
             self._states_BTH = nn.utils.rnn.pad_sequence(list(states), batch_first=True)
             self._mask_BT = nn.utils.rnn.pad_sequence([state_TH.new_ones(len(state_TH)) for state_TH in states], True)
@@ -101,24 +105,53 @@ class Encoded:
         self._mask_BT = (torch.arange(width, device=device) < lengths_B1).long()
         self._states_BTH = model.get_encoder()(input_ids=ids_BT, attention_mask=self._mask_BT).last_hidden_state
 
-    def inputs(self, ids: Tensor, mask: Any, cache: RollbackCache) -> dict[str, Any]:
-        """Return the arguments of the model's forward pass for decoder tokens `ids` [B, Q]."""
+    def inputs(self, cache: RollbackCache) -> tuple[dict[str, Any], EncoderDecoderCache]:
+        """Return arguments of the model's forward pass, and its cache."""
         if self._caches is None:
             self._caches = EncoderDecoderCache(cache, DynamicCache())
-        return {
-            "decoder_input_ids": ids,
-            "decoder_attention_mask": mask,
-            "encoder_outputs": MoeModelOutputWithPast(last_hidden_state=self._states_BTH),  # some read router_logits
-            "attention_mask": self._mask_BT,
-            self._cache_name: self._caches,
-        }
+        states = MoeModelOutputWithPast(last_hidden_state=self._states_BTH)  # some read router_logits
+        return {"encoder_outputs": states, "attention_mask": self._mask_BT}, self._caches
 
     def drop(self, rows: list[int]) -> None:
         """Keep only these rows."""
-        self._mask_BT, self._states_BTH = self._mask_BT[rows], self._states_BTH[rows]
+        self._mask_BT, self._states_BTH = rows_of(self._mask_BT, rows), rows_of(self._states_BTH, rows)
         if self._caches is not None:
             for layer in self._caches.cross_attention_cache.layers:
                 assert isinstance(layer, CacheLayerMixin)
                 assert layer.keys is not None
                 assert layer.values is not None
-                layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+                layer.keys, layer.values = rows_of(layer.keys, rows), rows_of(layer.values, rows)
+
+
+class EncoderDecoderPasses(EagerPasses):
+    """Passes of a decoder whose encoder reads its sources once."""
+
+    def __init__(self, model: PreTrainedModel, plan: Plan, cache: RollbackCache) -> None:
+        native = Attention.of(model).native
+        self._biased = [] if native else biased_layers(model.get_decoder())
+        super().__init__(model, plan, cache)
+        self._encoded = Encoded(model, plan.sources, plan.encoded)
+
+    @property
+    def _takes_positions(self) -> bool:
+        return super()._takes_positions or bool(self._biased)
+
+    def _mask(self, reading: Reading, positions_BQ: Tensor, visible_BQS: Tensor | None) -> Any:
+        if not self._biased:
+            return super()._mask(reading, positions_BQ, visible_BQS)
+        positions_BS = reading.drafted.positions(self.cache.place.end, reading.starts, positions_BQ)
+        self._relative = true_positions(self._biased, positions_BQ, positions_BS)
+        return self._prepared(reading, positions_BQ, visible_BQS, positions_BS)
+
+    def _inputs(self, reading: Reading, mask: Any) -> dict[str, Any]:
+        inputs, caches = self._encoded.inputs(self.cache)
+        tokens = {"decoder_input_ids": reading.ids_BQ, "decoder_attention_mask": mask}
+        return {**inputs, **tokens, self._cache_name: caches}
+
+    def _run(self, inputs: dict[str, Any], reading: Reading) -> Output:
+        with self._relative if self._biased else NO_CONTEXT:
+            return super()._run(inputs, reading)
+
+    def drop(self, rows: list[int]) -> None:
+        super().drop(rows)
+        self._encoded.drop(rows)

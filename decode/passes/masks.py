@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draftsmith.decode.cache.recurrent import NO_CONTEXT
 from draftsmith.decode.passes.attention import GROUPED, chain_marker, passes_of
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_tree import Parents
-from draftsmith.heads.model_config import Implementation, configs_of
+from draftsmith.heads.model_config import NO_CONTEXT, Implementation, configs_of
+from draftsmith.heads.rows import Counts, upload
 
 FULL = frozenset({"full_attention", "hybrid", "indexed_attention"})
 SLIDING = frozenset({"sliding_attention", "hybrid_sliding", "chunked_attention"})
@@ -156,17 +156,28 @@ def chain_mask(start: int, count: int, device: torch.device) -> Tensor:
     return torch.ones(count, start + count, dtype=torch.bool, device=device).tril_(start)[None]
 
 
-def tree_masks(shapes: Sequence[Parents], width: int, device: torch.device) -> Tensor:
-    """Return the masks [B, width, width] of roots and draft nodes, each of which attends to its own path: bool."""
+def chains_after(starts: Counts, width: int) -> Tensor:
+    """Return the mask [B, Q, S] of chains after different numbers of committed tokens: bool."""
+    start_B11 = starts.on_device_B[:, None, None]
+    query_Q1 = torch.arange(width, device=starts.device)[:, None]
+    return torch.arange(max(starts) + width, device=starts.device) <= start_B11 + query_Q1
+
+
+def trees(shapes: Sequence[Parents], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the masks [B, width, width] of roots and draft nodes, and their depths [B, width], from one upload.
+
+    Each node attends to its own path: bool. The depth of a root is 1, like that of padding.
+    """
     masks = np.zeros((len(shapes), width, width), dtype=bool)
     for mask, parents in zip(masks, shapes, strict=True):
         mask[range(len(parents) + 1), range(len(parents) + 1)] = True
         for node, parent in enumerate(parents):
             mask[node + 1] |= mask[parent + 1]
-    return torch.from_numpy(masks).to(device)
+    masks_BQQ = upload(torch.from_numpy(masks), device)
+    return masks_BQQ, masks_BQQ.sum(-1).clamp_min(1)
 
 
 @lru_cache(maxsize=1024)
-def tree_mask(parents: Parents, device: torch.device) -> Tensor:
-    """Return the mask [1, N + 1, N + 1] of one tree, which many rounds may share."""
-    return tree_masks([parents], len(parents) + 1, device)
+def tree(parents: Parents, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the mask [1, N + 1, N + 1] and the depths of one tree, which many rounds may share."""
+    return trees([parents], len(parents) + 1, device)

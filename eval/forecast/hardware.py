@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.loop import DecodeLoop
+from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.policies import Chain, Policy, StaticTree
 from draftsmith.decode.profiling import measure_costs, parts
@@ -261,41 +262,53 @@ class _Read(NamedTuple):
     """The prompts as a target has read them."""
 
     runner: ModelRunner
-    lengths: list[int]
+    lengths: Sequence[int]
     logits_BV: Tensor
     states: Tensor
     features_BQF: Tensor | None
 
 
-class ReadOnce(TransformersTarget):
-    """Reads the prompts once for several decodings after them, if the model's cache rolls back that far."""
+class ReadPrompts:
+    """The prompts that a target has read, for several decodings after them."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
-        self._known: dict[tuple[tuple[int, ...], bool], _Read] = {}
+    def __init__(self) -> None:
+        self.by_key: dict[tuple[tuple[int, ...], bool], _Read] = {}
         """By the layers whose outputs are kept, and whether passes are padded."""
 
+    def end(self) -> None:
+        """Free the caches; other prompts may follow."""
+        for known in self.by_key.values():
+            known.runner.close()
+        self.by_key.clear()
+
+
+class ReadOnce(TransformersTarget):
+    """Reads the prompts once for several decodings after them, if the model's cache rolls back that far.
+
+    Args:
+        costs: determine to which widths passes are padded.
+    """
+
+    def __init__(self, model: PreTrainedModel, read: ReadPrompts, costs: Costs | None = None) -> None:
+        widths = {} if costs is None else costs.verify_widths
+        super().__init__(model, plan=Plan(widths=widths))
+        self._known, self._is_padded = read.by_key, bool(widths)
+
     def prefill(self, texts: Sequence[DecodeSequence], layers: tuple[int, ...] = ()) -> Tensor:
-        key = (layers, bool(self.widths))
+        key = (layers, self._is_padded)
         known = self._known.get(key)
         if known is None or not known.runner.rewind(known.lengths):
             if known is not None:
                 known.runner.close()
             logits_BV, runner = super().prefill(texts, layers), self._runner
-            known = _Read(runner, list(runner.lengths), logits_BV, runner.states, runner.features_BQF)
+            known = _Read(runner, runner.lengths, logits_BV, runner.states, runner.features_BQF)
             self._known[key] = known
         self._runner = known.runner
         self._runner.states, self._runner.features_BQF = known.states, known.features_BQF
         return known.logits_BV.clone()
 
     def close(self) -> None:
-        """Do nothing: other decodings follow; see `end`."""
-
-    def end(self) -> None:
-        """Free the caches; other prompts may follow."""
-        for known in self._known.values():
-            known.runner.close()
-        self._known.clear()
+        """Do nothing: other decodings follow; see `ReadPrompts.end`."""
 
 
 @dataclass(frozen=True)
@@ -312,18 +325,18 @@ class TimedVariant:
 
     @torch.inference_mode()
     def rounds(
-        self, texts: Sequence[TargetText], sampling: Sampling, seed: int, target: ReadOnce | None = None
+        self, texts: Sequence[TargetText], sampling: Sampling, seed: int, read: ReadPrompts | None = None
     ) -> list[Round]:
         """Time a few rounds after half of each text, at an average context length; the first is a warm-up.
 
-        Returns only rounds with the full draft length: none if the context does not hold such a draft. `target`: shared
+        Returns only rounds with the full draft length: none if the context does not hold such a draft. `read`: shared
         with other variants of the same target and texts, which then read the prompts once.
         """
-        if target is None:
+        if read is None:
             with ExitStack() as stack:
-                stack.callback((own := ReadOnce(self.target)).end)
+                stack.callback((own := ReadPrompts()).end)
                 return self.rounds(texts, sampling, seed, own)
-        target.widths = {} if self.costs is None else self.costs.verify_widths
+        target = ReadOnce(self.target, read, self.costs)
         widths = None if self.costs is None else self.costs.draft_widths
         rows = []
         for number, text in enumerate(texts):
@@ -360,15 +373,15 @@ def _timed(
     """
     turns: list[Timed] = []
     others = [key for key in arms if key != ALONE]
-    target = ReadOnce(arms[ALONE].target)
+    read = ReadPrompts()
     for turn in range(TURNS + 1):
         timed: Timed = {key: [] for key in arms}
         first = turn * len(others) // (TURNS + 1)
         together = [texts[(turn * batch + row) % len(texts)] for row in range(batch)]
         for place, key in enumerate([*others[first:], *others[:first]]):
             for variant in (ALONE, key) if place % 4 == 0 else (key,):
-                timed[variant] += arms[variant].rounds(together, sampling, turn, target)
+                timed[variant] += arms[variant].rounds(together, sampling, turn, read)
             done()
-        target.end()
+        read.end()
         turns.append(timed)
     return turns[1:]

@@ -57,10 +57,10 @@ class KnownTarget:
             logits_V[tokens[following]] = 0.0
         return logits_V
 
-    def commit(self, paths: list[list[int]]) -> None:
+    def commit(self, paths: Sequence[list[int]]) -> None:
         self._read = [read + len(path) for read, path in zip(self._read, paths, strict=True)]
 
-    def hidden(self, nodes: list[int]) -> Tensor:
+    def hidden(self, nodes: Sequence[int]) -> Tensor:
         rows = []
         for row, node in enumerate(nodes):
             depth = 0 if node == ROOT else self._depths[row][node]
@@ -76,7 +76,7 @@ class KnownTarget:
         ]
         return nn.utils.rnn.pad_sequence(hidden, batch_first=True)
 
-    def features(self, paths: list[list[int]] | None) -> Tensor | None:
+    def features(self, paths: Sequence[list[int]] | None) -> Tensor | None:
         features = [features_TF for _, features_TF in self._states if features_TF is not None]
         if not features:
             return None

@@ -315,7 +315,7 @@ def _memory_of(loop: DecodeLoop, row: int) -> Memory:
 
 def _entries(runner: ModelRunner, row: int) -> list[Tensor]:
     """Return keys and values [H, length, D] of the committed tokens; later slots hold discarded drafts."""
-    layers, length = runner._cache.layers, runner.lengths[row]
+    layers, length = runner.passes.cache.layers, runner.lengths[row]
     return [x[row, :, :length].clone() for layer in layers for x in (layer.keys, layer.values)]
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache import fixed as fixed_states
 from draftsmith.decode.cache.recurrent import Mixer
 from draftsmith.decode.loop import DecodeLoop
-from draftsmith.decode.passes import compiled, reread
+from draftsmith.decode.passes import graphs, reread
 from draftsmith.decode.passes.attention import run_with
 from draftsmith.decode.passes.capability import capability_of
 from draftsmith.decode.policies import Chain, Policy, StaticTree
@@ -79,7 +79,7 @@ def test_recurrent_targets_are_lossless(family: str, kind: str) -> None:
 
 def test_compiled_passes_are_lossless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run as they are, not compiled: committed tokens are moved into the states in almost every round."""
-    monkeypatch.setitem(compiled.OPTIONS, "cpu", {"disable": True})
+    monkeypatch.setitem(graphs.OPTIONS, "cpu", {"disable": True})
     monkeypatch.setattr(fixed_states, "MOST_AGAIN", 2)
     assert gap("lfm2", "draft_model", compile=True) < ROUNDING["lfm2"]
 

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from draftsmith.cli import main
-from draftsmith.decode.passes import compiled
+from draftsmith.decode.passes import graphs
 from draftsmith.eval.journal import Journal, JournalLine, Measurement
 from draftsmith.heads import Medusa
 from draftsmith.heads.checkpoint import describe_target, save_drafter
@@ -176,14 +176,14 @@ def test_compiled_variants(
     tmp_path: Path, tiny_target_folder: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The texts are those of uncompiled passes, and no pass is compiled during a measurement that counts."""
-    monkeypatch.setitem(compiled.OPTIONS, "cpu", {"backend": "eager"})  # traced, without minutes of compilation
+    monkeypatch.setitem(graphs.OPTIONS, "cpu", {"backend": "eager"})  # traced, without minutes of compilation
     call = ["eval", "--target", tiny_target_folder, "--drafter", "early-exit:layers=1", "--prompts", prompts]
     call += ["--max-new-tokens", 6, "--repeats", 1, "--temperature", 0, "--gamma", 2]
     built: list[int] = []
     add = Journal.add
 
     def counting(journal: Journal, cell: Measurement) -> None:
-        built.append(compiled.built_graphs())
+        built.append(graphs.built_graphs())
         add(journal, cell)
 
     monkeypatch.setattr(Journal, "add", counting)

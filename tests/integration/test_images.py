@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokeniz
 from vision_models import NEEDS_TORCHVISION, save_image, save_target
 
 from draftsmith.cli import main
-from draftsmith.decode.passes import compiled
+from draftsmith.decode.passes import graphs
 
 MOST = 12
 PICTURES = (0, 4)
@@ -77,7 +77,7 @@ def test_generate_with_an_image(
     target: Path, prompts: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The code of compiled passes runs as it is, which takes no minutes."""
-    monkeypatch.setitem(compiled.OPTIONS, "cpu", {"disable": True})
+    monkeypatch.setitem(graphs.OPTIONS, "cpu", {"disable": True})
     pictures = [prompts.parent / "pictures" / f"{seed}.png" for seed in PICTURES]
     texts = [generated(target, picture, "ab") for picture in pictures]
     expected = [AutoTokenizer.from_pretrained(target).decode(text, skip_special_tokens=True) for text in texts]

@@ -14,7 +14,7 @@ from transformers import (
 from vision_models import FAMILIES, IMAGE, TEXT, ImagePrompt, build, prompt, two_images
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode.passes import compiled
+from draftsmith.decode.passes import graphs
 from draftsmith.decode.policies import StaticTree, widths_shape
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.target import TransformersTarget
@@ -89,7 +89,7 @@ def test_drafters_on_prompts_with_images(family: str, kind: str) -> None:
 @pytest.mark.parametrize("family", mostly_slow(FAMILIES, "qwen3_vl"))
 def test_compiled_passes_after_images(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced by torch, and run as they are: passes over drafts, and of a drafter that reads the prompt's states."""
-    monkeypatch.setitem(compiled.OPTIONS, "cpu", {"backend": "eager"})
+    monkeypatch.setitem(graphs.OPTIONS, "cpu", {"backend": "eager"})
     model, asked = build(family, SEED.get(family, 0)), prompts(family)
     texts = [generated(model, one) for one in asked]
     known = {tuple(one.ids): text for one, text in zip(asked, texts, strict=True)}

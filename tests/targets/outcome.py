@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import fixed as fixed_states
 from draftsmith.decode.decoder import SpeculativeDecoder
-from draftsmith.decode.passes import compiled
+from draftsmith.decode.passes import graphs
 from draftsmith.decode.passes.capability import RECURRENT
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
@@ -141,7 +141,7 @@ def _compiles(model: PreTrainedModel, drafter: Drafter) -> bool:
     eager = {"cpu": {"backend": "eager"}}
     try:
         often = patch.multiple(fixed_states, MOST_AGAIN=4, MOST_KEPT=3)
-        with often, patch.dict(compiled.OPTIONS, eager), torch._dynamo.config.patch(error_on_recompile=True):
+        with often, patch.dict(graphs.OPTIONS, eager), torch._dynamo.config.patch(error_on_recompile=True):
             plain, fast = (_together(SpeculativeDecoder(model, drafter, compile=on)) for on in (False, True))
     finally:
         torch._dynamo.reset()

@@ -10,7 +10,7 @@ from conftest import make_llama
 from transformers import BatchEncoding, GenerationConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from draftsmith import SpeculativeDecoder, as_custom_generate, load_drafter
-from draftsmith.decode.passes import compiled
+from draftsmith.decode.passes import graphs
 from draftsmith.errors import ConfigError
 from draftsmith.heads import DraftModel, Eagle3, Medusa
 from draftsmith.heads.model_config import eos_tokens
@@ -199,7 +199,7 @@ def test_a_compiled_target_is_run_as_it_is(
     compile_it: Callable[[LlamaForCausalLM], Any], on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a pass that was compiled without the decoder's hooks, with several decoders."""
-    monkeypatch.setitem(compiled.OPTIONS, "cpu", {"backend": "eager"})
+    monkeypatch.setitem(graphs.OPTIONS, "cpu", {"backend": "eager"})
     model = make_llama()
     prompts: list[list[int]] = [[3, 5, 6], [3, 5, 6, 5, 6, 5, 6, 5]]
     texts = [out.tokens for out in SpeculativeDecoder(model).generate_batch(prompts, max_new_tokens=NEW_TOKENS)]

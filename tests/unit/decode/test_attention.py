@@ -15,6 +15,7 @@ from draftsmith import SpeculativeDecoder
 from draftsmith.decode import target
 from draftsmith.decode.passes import attention
 from draftsmith.decode.passes.attention import GROUPED, attend, chain_marker, passes_of
+from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.policies import Chain, StaticTree, widths_shape
 from draftsmith.heads.draft_model import DraftModel, EarlyExit
@@ -236,7 +237,7 @@ def test_padded_widths_are_not_used_with_flash_attention(flash: Flash) -> None:
     """Padding has positions that do not rise; flash attention takes them for several texts in one row."""
     model = make_llama(**HEADS)
     model.config._attn_implementation = FAKE
-    runner = ModelRunner(model, 1, widths={3: 4})
+    runner = ModelRunner(model, 1, Plan(widths={3: 4}))
     with torch.inference_mode():
         runner.append([PROMPTS[0]])
         runner.line(torch.tensor([[3, 4, 5]]))

@@ -8,7 +8,8 @@ from conftest import make_llama
 from torch import Tensor
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode.passes import compiled
+from draftsmith.decode.passes import graphs
+from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.heads import HEADS
@@ -42,13 +43,13 @@ def network(windows: Windows) -> DFlashNetwork:
 @pytest.mark.parametrize("windows", [Windows((None, None)), Windows((3, None)), Windows((3, 2), causal=False)], ids=str)
 def test_one_pass_is_equal_to_many(windows: Windows, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of equal and of different lengths, with equal and with different numbers of new features, some without."""
-    monkeypatch.setitem(compiled.OPTIONS, "cpu", {"disable": True})
+    monkeypatch.setitem(graphs.OPTIONS, "cpu", {"disable": True})
     body = network(windows)
     width = 2 * SIZE + 1
     rounds = [[5, 5], [2, 2], [4, 1], [0, 3], [1, 1], [9, 2], [3, 8]]  # 9: more than a compiled pass holds
     features_BTF = torch.randn(2, 40, body.fc.in_features, dtype=torch.float64)
-    fused = ModelRunner(body, 2, compile=compile, longest=60, width=width)
-    alone = [ModelRunner(body, 1, longest=60, width=width) for _ in range(2)]
+    fused = ModelRunner(body, 2, Plan(compile=compile, longest=60, width=width))
+    alone = [ModelRunner(body, 1, Plan(longest=60, width=width)) for _ in range(2)]
     done = [0, 0]
     for number, counts in enumerate(rounds):
         tokens_Bb = torch.tensor([[3 + number], [7 + number]]).repeat(1, SIZE)

@@ -31,8 +31,11 @@ from draftsmith.decode.cache.recurrent import LOCK
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.draws import SeededDraws
 from draftsmith.decode.loop import DecodeLoop
-from draftsmith.decode.passes import compiled
-from draftsmith.decode.passes.compiled import MOST_WIDTH, CompiledPasses, built_graphs, run_step
+from draftsmith.decode.passes import graphs
+from draftsmith.decode.passes.base import Reading
+from draftsmith.decode.passes.compiled import CompiledPasses
+from draftsmith.decode.passes.eager import EagerPasses
+from draftsmith.decode.passes.graphs import MOST_WIDTH, PassGraphs, built_graphs, run_step
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.policies import StaticTree
 from draftsmith.decode.policies.base import most_nodes
@@ -53,13 +56,13 @@ def _no_second_graph() -> Iterator[None]:
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trace passes and run their graphs as they are: the path of a compiled pass without its minutes of compilation."""
-    monkeypatch.setitem(compiled.OPTIONS, "cpu", {"backend": "eager"})
+    monkeypatch.setitem(graphs.OPTIONS, "cpu", {"backend": "eager"})
 
 
 @pytest.fixture
 def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the code of compiled passes as it is, where their graphs are not what is tested."""
-    monkeypatch.setitem(compiled.OPTIONS, "cpu", {"disable": True})
+    monkeypatch.setitem(graphs.OPTIONS, "cpu", {"disable": True})
 
 
 def compare(target: torch.nn.Module, case: str) -> int:
@@ -177,11 +180,11 @@ def test_trees_at_the_end_of_the_storage(untraced: None, policy: str) -> None:
 def test_storage_has_slots_for_the_nodes_that_each_model_reads(untraced: None, monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafter, longest = target_model(), DraftModel(target_model()), dict[torch.nn.Module, int]()
 
-    def taken(model: PreTrainedModel, rows: int, tokens: int) -> CompiledPasses:
+    def taken(model: PreTrainedModel, rows: int, tokens: int) -> PassGraphs:
         longest[model] = tokens
-        return compiled.take_passes(model, rows, tokens)
+        return graphs.take_graphs(model, rows, tokens)
 
-    monkeypatch.setattr("draftsmith.decode.passes.runner.take_passes", taken)
+    monkeypatch.setattr("draftsmith.decode.passes.compiled.take_graphs", taken)
     decoder = SpeculativeDecoder(target, drafter, policy="best-first:size=5,depth=3", compile=True)
     decoder.generate([5, 9], max_new_tokens=10, eos_token_id=None)
     assert longest == {target: 12 + 5, drafter.model: 12 + 5 * 3}
@@ -223,10 +226,10 @@ def test_trees_have_no_more_nodes_than_they_say(policy: str, factor: float, monk
 def test_two_threads_do_not_take_the_same_storage(untraced: None) -> None:
     """Both ask for it while another thread is in a pass of a recurrent model, whose lock the search waits for."""
     target = target_model()
-    given = compiled.take_passes(target, 1, 40)
-    compiled.give_back(target, given)
-    taken: list[CompiledPasses] = []
-    threads = [Thread(target=lambda: taken.append(compiled.take_passes(target, 1, 40))) for _ in range(2)]
+    given = graphs.take_graphs(target, 1, 40)
+    graphs.give_back(target, given)
+    taken: list[PassGraphs] = []
+    threads = [Thread(target=lambda: taken.append(graphs.take_graphs(target, 1, 40))) for _ in range(2)]
     with LOCK:
         for thread in threads:
             thread.start()
@@ -240,14 +243,18 @@ def test_two_threads_do_not_take_the_same_storage(untraced: None) -> None:
 @pytest.fixture
 def widths(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[torch.nn.Module, bool], set[int]]:
     """The widths of passes after the prompt, by model and whether they were compiled, where a decoder compiles."""
-    forward, seen = ModelRunner._forward, defaultdict[tuple[torch.nn.Module, bool], set[int]](set)
+    seen = defaultdict[tuple[torch.nn.Module, bool], set[int]](set)
 
-    def recorded(self: ModelRunner, ids_BQ: torch.Tensor, *rest: Any) -> Any:
-        if max(self.lengths) > 0 and self._passes is not None:
-            seen[self.model, self._compiles(ids_BQ.shape[1])].add(ids_BQ.shape[1])
-        return forward(self, ids_BQ, *rest)
+    def recorded(read: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+        def record(self: Any, reading: Reading) -> Any:
+            if max(self.cache.lengths) > 0:
+                seen[self.model, compiled].add(reading.width)
+            return read(self, reading)
 
-    monkeypatch.setattr(ModelRunner, "_forward", recorded)
+        return record
+
+    monkeypatch.setattr(CompiledPasses, "_run", recorded(CompiledPasses._run, True))
+    monkeypatch.setattr(EagerPasses, "read", recorded(EagerPasses.read, False))
     return seen
 
 
@@ -264,7 +271,7 @@ def test_wide_passes_are_neither_padded_nor_compiled(
     untraced: None, widths: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for those of the usual width."""
-    monkeypatch.setattr("draftsmith.decode.passes.runner.MOST_WIDTH", 2)
+    monkeypatch.setattr("draftsmith.decode.passes.compiled.MOST_WIDTH", 2)
     target = target_model()
     drafter = DraftModel(target_model())  # of which everything is accepted
     decoder = SpeculativeDecoder(target, drafter, policy="tree:widths=3x1x1", compile=True)
@@ -284,8 +291,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return record
 
-    monkeypatch.setattr(CompiledPasses, "run", recorded("pass", CompiledPasses.run))
-    monkeypatch.setattr(CompiledPasses, "chain", recorded("chain", CompiledPasses.chain))
+    monkeypatch.setattr(PassGraphs, "run", recorded("pass", PassGraphs.run))
+    monkeypatch.setattr(PassGraphs, "chain", recorded("chain", PassGraphs.chain))
     return runs
 
 
@@ -337,7 +344,7 @@ def test_chains_that_are_not_one_graph(
     settings |= {"top_p": {"top_p": 0.8}, "top_k": {"top_k": 5}, "cold": {"temperature": 1e-7}}.get(reason, {})
     settings |= {"logits_processor": [Tripled()]} if reason == "processor" else {}
     if reason == "layers":
-        monkeypatch.setattr("draftsmith.decode.passes.runner.MOST_LAYERS", 2)
+        monkeypatch.setattr("draftsmith.decode.passes.compiled.MOST_LAYERS", 2)
     if reason == "draws":
         monkeypatch.setattr(SeededDraws, "chain", lambda draws, length: None)
     plans = {"siblings": {"policy": "tree:widths=2x1"}, "ranks": {"policy": StaticTree(((1,), (1, 0)))}}
@@ -380,7 +387,7 @@ def test_widths_of_steps(untraced: None) -> None:
     for nodes in (1, 2, 3, 5, 8, MOST_WIDTH, MOST_WIDTH + 1):
         x_BnH = torch.randn(2, nodes, 4)
         assert torch.equal(run_step(step, 3, x_BnH)[0], x_BnH / 2)
-    assert [key[:2] for key in compiled._STEPS[step]] == [(3, width) for width in (1, 2, 4, 8, MOST_WIDTH)]
+    assert [key[:2] for key in graphs._STEPS[step]] == [(3, width) for width in (1, 2, 4, 8, MOST_WIDTH)]
 
 
 def hooks_of(model: torch.nn.Module) -> int:
@@ -408,7 +415,7 @@ def test_hooks_are_removed(untraced: None, compile: bool) -> None:
 
 @pytest.mark.slow
 def test_wide_passes_run_uncompiled_on_the_same_storage(untraced: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftsmith.decode.passes.runner.MOST_WIDTH", 2)
+    monkeypatch.setattr("draftsmith.decode.passes.compiled.MOST_WIDTH", 2)
     target = target_model()
     plan = {"policy": "best-first:size=7,depth=3"}
     expected, own = (
@@ -439,7 +446,7 @@ def test_nothing_of_an_earlier_text_is_read(untraced: None) -> None:
     target = target_model()
     decoder = SpeculativeDecoder(target, compile=True)
     expected = decoder.generate(PROMPTS[0], **SETTINGS).tokens
-    (passes,) = compiled._FREE[target]
+    (passes,) = graphs._FREE[target]
     with torch.inference_mode():
         for layer in passes.cache.layers:
             layer.keys.fill_(torch.nan)

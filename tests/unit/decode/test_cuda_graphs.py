@@ -22,8 +22,8 @@ from draftsmith import SpeculativeDecoder
 from draftsmith.decode.cache.fixed import FixedStates
 from draftsmith.decode.cache.recurrent import _changed
 from draftsmith.decode.cache.rollback import RollbackCache
-from draftsmith.decode.passes import compiled
-from draftsmith.decode.passes.compiled import FEWEST_SLOTS, CompiledPasses, Graph
+from draftsmith.decode.passes import graphs
+from draftsmith.decode.passes.graphs import FEWEST_SLOTS, Graph, PassGraphs
 
 First = tuple[Callable[..., Any], nn.Module, tuple]
 """A function that is compiled, the module in it, and the arguments of its first run."""
@@ -45,7 +45,7 @@ def first_runs(monkeypatch: pytest.MonkeyPatch) -> list[First]:
             runs.append((plain, module, arguments))
         return run(graph, module, *arguments)
 
-    monkeypatch.setitem(compiled.OPTIONS, "cpu", {"disable": True})
+    monkeypatch.setitem(graphs.OPTIONS, "cpu", {"disable": True})
     monkeypatch.setattr(Graph, "__init__", built)
     monkeypatch.setattr(Graph, "run", recorded)
     return runs
@@ -84,16 +84,16 @@ def traced(plain: Callable[..., Any], module: nn.Module, arguments: tuple) -> tu
     backend = aot_autograd(fw_compiler=keep, keep_inference_input_mutations=True)
     function = torch.compile(plain, fullgraph=True, dynamic=False, backend=backend)
     moved, inputs = on_meta(module), tree_map_only(Tensor, lambda x: x.to("meta"), arguments)
-    if isinstance(arguments[0], CompiledPasses):
-        passes = CompiledPasses(moved, arguments[0].rows, arguments[0].slots)
+    if isinstance(arguments[0], PassGraphs):
+        passes = PassGraphs(moved, arguments[0].rows, arguments[0].slots)
         give_states(arguments[0].states, passes.states, passes.cache)
         # The hooks that keep states and features are those of the module on the CPU.
-        settings = (False, (), inputs[5]) if plain is CompiledPasses._pass else inputs[3:]
+        settings = (False, (), inputs[5]) if plain is PassGraphs._pass else inputs[3:]
         with passes.attention.running(chain=False), passes.states.reading():
             plain(passes, moved, inputs[2], *settings)  # the prompt's pass allocates the cache
             function(passes, moved, inputs[2], *settings)
     elif isinstance(arguments[0], FixedStates):
-        passes = CompiledPasses(moved, arguments[0].rows, FEWEST_SLOTS)
+        passes = PassGraphs(moved, arguments[0].rows, FEWEST_SLOTS)
         give_states(arguments[0], passes.states, passes.cache)
         function(passes.states, *inputs[1:])
     else:
@@ -122,7 +122,7 @@ def test_graphs_can_be_recorded(case: str, first_runs: list[First]) -> None:
         places = [node for node in nodes if node.op == "placeholder"]
         written = {places.index(node.args[0]) for node in nodes if node.target is torch.ops.aten.copy_.default}
         assert written <= fixed, f"{plain.__name__} of {type(module).__name__} writes to memory that may move"
-        writes = isinstance(arguments[0], CompiledPasses | FixedStates)
+        writes = isinstance(arguments[0], PassGraphs | FixedStates)
         assert bool(written) == writes, "passes write to the cache, steps to nothing"
         assert len(places) - len(fixed) <= given, "weights or the cache would be copied before each replay"
         assert [str(node.target) for node in nodes if "cpu" in devices(node)] == []

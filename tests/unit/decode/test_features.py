@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from draftsmith.decode.cache.committed import FeatureQueue, at_places
+from draftsmith.heads.rows import Counts, Rows
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -16,7 +19,7 @@ def test_each_text_gets_its_features_once_and_in_order(seed: int) -> None:
         counts = [rng.randint(0, 3) for _ in expected]
         counts[0] += 1  # the target reads the root of a draft at least
         features_BQF = torch.rand(len(expected), 5, 1)
-        queue.add(features_BQF, counts)
+        queue.add(features_BQF, Counts(counts, CPU))
         for row, count in enumerate(counts):
             expected[row] += features_BQF[row, :count, 0].tolist()
         if rng.random() < 0.2 and len(expected) > 2:
@@ -34,12 +37,12 @@ def test_each_text_gets_its_features_once_and_in_order(seed: int) -> None:
     assert queue.counts == [len(held) for held in expected]
 
 
-def test_places_that_rise_by_one_are_not_copied() -> None:
+def test_places_that_rise_from_0_are_not_copied() -> None:
     values_BQF = torch.rand(2, 6, 3)
-    view = at_places(values_BQF, [[2, 3, 4], [2]])
-    assert view.data_ptr() == values_BQF[:, 2:].data_ptr()
-    assert torch.equal(view, values_BQF[:, 2:5])
-    copied = at_places(values_BQF, [[0, 2, 5], [1]])
+    view = at_places(values_BQF, Rows([[0, 1, 2], [0]], CPU))
+    assert view.data_ptr() == values_BQF.data_ptr()
+    assert torch.equal(view, values_BQF[:, :3])
+    copied = at_places(values_BQF, Rows([[0, 2, 5], [1]], CPU))
     assert torch.equal(copied[0], values_BQF[0, [0, 2, 5]])
     assert torch.equal(copied[1, :1], values_BQF[1, 1:2])
-    assert at_places(values_BQF, [[], []]).shape == (2, 0, 3)
+    assert at_places(values_BQF, Rows([[], []], CPU)).shape == (2, 0, 3)

@@ -11,14 +11,16 @@ from torch import Tensor
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.cache import fixed as fixed_states
-from draftsmith.decode.cache.fixed import CompiledMixers, FixedMixer, FixedStates
+from draftsmith.decode.cache.fixed import FixedMixer, FixedStates
 from draftsmith.decode.cache.recurrent import MOST_AGAIN
-from draftsmith.decode.passes import compiled
-from draftsmith.decode.passes import runner as model_runner
-from draftsmith.decode.passes.compiled import MOST_WIDTH, RECORDING, CompiledPasses, Graph
+from draftsmith.decode.passes import compiled, graphs
+from draftsmith.decode.passes.base import Plan
+from draftsmith.decode.passes.compiled import CompiledRecurrentPasses
+from draftsmith.decode.passes.graphs import MOST_WIDTH, RECORDING, Graph
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Level
+from draftsmith.heads.rows import Rows
 
 ONE_BY_ONE = ("mamba", "falcon_mamba", "jamba")
 COMPILED = [family for family in FAMILIES if family not in ONE_BY_ONE]
@@ -35,7 +37,7 @@ WIDTH = 5
 @pytest.fixture(autouse=True)
 def _untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the code of compiled passes as it is; `test_compiled` has torch trace it."""
-    monkeypatch.setitem(compiled.OPTIONS, "cpu", {"disable": True})
+    monkeypatch.setitem(graphs.OPTIONS, "cpu", {"disable": True})
 
 
 class Followed:
@@ -47,7 +49,7 @@ class Followed:
         self.texts = torch.randint(3, 61, (rows, 180), generator=generator).tolist()
         ids = torch.tensor(self.texts)
         self.expected_BTV = self.model(input_ids=ids, use_cache=False).logits
-        self.runner = ModelRunner(self.model, rows, compile=True, longest=190)
+        self.runner = ModelRunner(self.model, rows, Plan(compile=True, longest=190))
         self.runner.append([text[:length] for text, length in zip(self.texts, PROMPTS, strict=False)])
         self.gap = 0.0
 
@@ -143,12 +145,10 @@ def test_the_target_alone_reads_nothing_again(family: str, monkeypatch: pytest.M
 def test_single_draft_tokens_need_few_graphs() -> None:
     """The number of draft tokens before is rounded up to a power of two, each of which has one graph."""
     followed = Followed("lfm2", 2)
-    passes = followed.runner._passes
-    assert passes is not None
     followed.append([MOST_AGAIN - 1, 2])
     followed.draft_steps(MOST_WIDTH)  # to the last column of the first row
     followed.draft_steps(6)
-    widths = [key[-1] for key in passes._graphs if key[0] == 1]
+    widths = [key[-1] for key in followed.runner.passes._graphs._graphs if key[0] == 1]
     assert widths == [MOST_AGAIN - 1 + drafted for drafted in (0, 1, 2, 4, 8, 16, 32, 64, MOST_WIDTH - 1)]
     assert followed.gap < ROUNDING
 
@@ -157,7 +157,7 @@ def test_single_draft_tokens_need_few_graphs() -> None:
 @torch.inference_mode()
 def test_wide_passes_between_compiled_ones(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are not compiled and read the same states: whole drafts, committed tokens, the end of a draft."""
-    for module in (model_runner, compiled):
+    for module in (compiled, graphs):
         monkeypatch.setattr(module, "MOST_WIDTH", 8)
     for rows in (1, 2):
         followed = Followed(family, rows)
@@ -206,7 +206,7 @@ def test_states_that_another_call_has_left_are_not_read() -> None:
     expected = plain.generate([5, 9, 33, 2], **settings).tokens
     assert decoder.generate([5, 9, 33, 2], **settings).tokens == expected
     for owner in (model, drafter.model):
-        (passes,) = compiled._FREE[owner]
+        (passes,) = graphs._FREE[owner]
         for mixer in passes.states.mixers:
             for tensor in mixer.tensors():
                 tensor.fill_(torch.nan)
@@ -243,15 +243,17 @@ def states_of_all(rows_B: Tensor, new: Tensor, old: Tensor) -> Tensor:
     return new
 
 
-def one_less(self: CompiledMixers, slots: list[list[int]]) -> None:
-    KEEP(self, [kept[1:] if len(kept) > 1 else kept for kept in slots])
+def one_less(self: CompiledRecurrentPasses, slots: Rows) -> None:
+    committed = self._committed
+    KEEP(self, slots)
+    self._committed = committed + slots.counts.map(lambda count: count - (count > 1))
 
 
 def none_dropped(self: FixedMixer, rows: list[int]) -> None:
     pass
 
 
-AIM, KEEP = FixedStates.aim, CompiledMixers.keep
+AIM, KEEP = FixedStates.aim, CompiledRecurrentPasses.keep
 
 
 @pytest.mark.parametrize(
@@ -260,7 +262,7 @@ AIM, KEEP = FixedStates.aim, CompiledMixers.keep
         (FixedStates, "aim", later_columns, 1),
         (FixedMixer, "_save", no_states, 1),
         (fixed_states, "_chosen", states_of_all, 3),
-        (CompiledMixers, "keep", one_less, 1),
+        (CompiledRecurrentPasses, "keep", one_less, 1),
         (FixedMixer, "drop", none_dropped, 3),
     ],
 )
@@ -283,10 +285,9 @@ def test_layers_that_continue_with_single_tokens_are_refused(family: str) -> Non
 def test_layers_that_read_other_tensors_are_refused() -> None:
     """Later passes would get the values of the prompt."""
     model = build("mamba2")
-    passes = CompiledPasses(model, 1, 128)
-    runner = ModelRunner(model, 1, compile=True, longest=100)
+    runner = ModelRunner(model, 1, Plan(compile=True, longest=100))
     runner.append([[5, 6]])
-    for mixer in runner._mixers._mixers:
+    for mixer in runner.passes._eager.mixers.all:
         mixer.example[0]["scale"] = torch.ones(1)
     with pytest.raises(ConfigError, match="compile=True: recurrent layers read scale; expected compile=False"):
-        passes.states.mixers[0].take(runner._mixers._mixers[0])
+        runner.tree(torch.tensor([[7]]), [()])

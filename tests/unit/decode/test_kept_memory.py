@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.cache.rollback import RollbackLayer
-from draftsmith.decode.passes import compiled
+from draftsmith.decode.passes import graphs
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.heads import DraftModel
 from draftsmith.heads.base import Drafter
@@ -20,21 +20,18 @@ from draftsmith.heads.ngram import Hybrid
 from draftsmith.heads.recall import Recall
 
 SETTINGS = {"max_new_tokens": 8, "eos_token_id": None}
-PARTS = ("_cache", "_mixers", "_encoded", "_again")
-"""Attributes of a runner that hold keys and values or states of texts."""
 Alive = Callable[[], list[str]]
 
 
 @pytest.fixture
 def alive(monkeypatch: pytest.MonkeyPatch) -> Alive:
-    """Return a function that names what runners have made and is alive, except the storage of compiled passes."""
+    """Return a function that names passes and storage that are alive, except the storage of compiled passes."""
     made: list[tuple[str, weakref.ref]] = []
     build_runner, allocate = ModelRunner.__init__, RollbackLayer.lazy_initialization
 
-    def built(runner: ModelRunner, model: PreTrainedModel, *arguments: object, **options: object) -> None:
-        build_runner(runner, model, *arguments, **options)
-        parts = {name: getattr(runner, name) for name in (PARTS[1:] if options.get("compile") else PARTS)}
-        made.extend((name, weakref.ref(part)) for name, part in parts.items() if part is not None)
+    def built(runner: ModelRunner, *arguments: object) -> None:
+        build_runner(runner, *arguments)
+        made.append((type(runner.passes).__name__, weakref.ref(runner.passes)))
 
     def allocated(layer: RollbackLayer, *arguments: torch.Tensor) -> None:
         allocate(layer, *arguments)
@@ -62,14 +59,14 @@ def drafter_of(name: str, target: PreTrainedModel) -> Drafter | None:
 def test_decoders_and_drafters_keep_no_cache(
     name: str, compile: bool, alive: Alive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(compiled.OPTIONS, "cpu", {"disable": True})
+    monkeypatch.setitem(graphs.OPTIONS, "cpu", {"disable": True})
     target = target_model()
     drafter = drafter_of(name, target)
     decoder = SpeculativeDecoder(target, drafter, draft_length=2 if drafter else None, compile=compile)
     for temperature in (0.0, 1.0):
         decoder.generate_batch(PROMPTS, **SETTINGS, temperature=temperature)
         assert alive() == []
-    assert len(compiled._FREE.get(target, ())) == compile, "storage that later calls use again"
+    assert len(graphs._FREE.get(target, ())) == compile, "storage that later calls use again"
 
 
 @pytest.mark.parametrize("name", ["alone", *FAMILIES])

@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
 from draftsmith.decode.cache.rollback import cache_name
-from draftsmith.decode.drafted import Positions
+from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.heads.base import Level
 from draftsmith.heads.draft_tree import Draft
@@ -41,7 +41,7 @@ def test_the_lm_head_reads_the_last_token_of_each_text(tiny_target: LlamaForCaus
     texts, read = [[2, 3, 4, 5, 6, 7, 8], [9, 10], [11, 12, 13], [14, 15, 16, 17]], []
     head = tiny_target.get_output_embeddings()
     hook = head.register_forward_hook(lambda _, arguments, logits: read.append(logits[..., 0].numel()))
-    runner = ModelRunner(tiny_target, len(texts), remember=True)
+    runner = ModelRunner(tiny_target, len(texts), Plan(remember=True))
     ours = runner.append(texts)
     hook.remove()
     assert read == [len(texts)]
@@ -94,7 +94,7 @@ def test_storage_grows_in_steps_and_keeps_what_it_holds(tiny_target: LlamaForCau
     tiny_target.config.max_position_embeddings = 2048
     runner = ModelRunner(tiny_target, 1)
     runner.append([[5, 6, 7]])
-    layer = runner._cache.layers[0]
+    layer = runner.passes.cache.layers[0]
     first, moves, last = layer.keys.data_ptr(), 0, layer.keys.data_ptr()
     text = [5, 6, 7]
     for token in range(700):
@@ -125,13 +125,3 @@ def test_rows_of_different_length_do_not_see_one_another(tiny_target: LlamaForCa
     assert runner.lengths == [6, 5], "an empty row stays as it is"
     for logits, text in zip(branch(runner, 30, Draft(), rows=2), [[*kept[1], 20, 21], kept[2]], strict=True):
         torch.testing.assert_close(logits[0], read_afresh(tiny_target, [*text, 30]), **CLOSE)
-
-
-def test_positions_that_rise_are_those_of_lists_and_stay_in_the_context() -> None:
-    positions = Positions(torch.device("cpu"), last=9)
-    assert positions.of_text([3, 3], [2, 2], 2).tolist() == [[3, 4], [3, 4]]
-    assert positions.of_text([3, 4], [2, 1], 2).tolist() == [[3, 4], [4, 4]]
-    assert positions.of_draft([7], [7], range(1, 4), 3).tolist() == [[7, 8, 9]]
-    assert positions.of_draft([8], [8], range(1, 4), 3).tolist() == [[8, 9, 9]], "padding beyond the context"
-    assert positions.of_draft([5], [6], range(2, 3), 2).tolist() == [[6, 5]], "padded"
-    assert positions.of_draft([5], [5], [1, 2, 2], 3).tolist() == [[5, 6, 6]], "a tree"

@@ -8,7 +8,7 @@ import torch
 from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode.passes import compiled
+from draftsmith.decode.passes import graphs
 from draftsmith.decode.passes.capability import COUNTS, capability_of
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.errors import ConfigError
@@ -69,7 +69,7 @@ def test_compiled_passes_read_the_same_texts() -> None:
     """In float32, where masks for rows of padding are finite."""
     model = make().float()
     drafter = DraftModel.from_target(model, init="target_layers").eval()
-    with patch.dict(compiled.OPTIONS, {"cpu": {"backend": "eager"}}):
+    with patch.dict(graphs.OPTIONS, {"cpu": {"backend": "eager"}}):
         texts = [
             [out.tokens for out in SpeculativeDecoder(model, drafter, draft_length=3, compile=on).generate_batch(
                 PROMPTS, max_new_tokens=NEW_TOKENS)]

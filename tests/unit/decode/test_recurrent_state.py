@@ -15,7 +15,8 @@ from torch import Tensor
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.cache import recurrent as recurrent_state
 from draftsmith.decode.cache.recurrent import MOST_AGAIN, Mixer
-from draftsmith.decode.passes import compiled
+from draftsmith.decode.passes import graphs
+from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.capability import TOLERANCE
 from draftsmith.decode.passes.checks import check_rollback, rollback_gap
 from draftsmith.decode.passes.runner import ModelRunner
@@ -26,6 +27,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS, DraftModel
 from draftsmith.heads.base import Level
 from draftsmith.heads.draft_model import EarlyExit
+from draftsmith.heads.rows import Counts
 from draftsmith.train.batch import collate
 from draftsmith.train.step import AgreementStep, Last
 
@@ -42,13 +44,13 @@ def test_logits_after_discarded_drafts_are_those_of_plain_passes(family: str) ->
     assert rollback_gap(model, 2) < ROUNDING, "in a ragged batch"
 
 
-def keeps_the_draft(self: Mixer, counts: list[int]) -> None:
+def keeps_the_draft(self: Mixer, counts: Counts) -> None:
     self._saved, self._last = self._last or self._saved, None
-    self._inputs, self._committed, self._drafted = {}, [0] * len(counts), 0
+    self._inputs, self._committed, self._drafted = {}, counts.map(lambda count: 0 * count), 0
 
 
-def one_token_less(self: Mixer, counts: list[int]) -> None:
-    KEEP(self, [count - 1 for count in counts])
+def one_token_less(self: Mixer, counts: Counts) -> None:
+    KEEP(self, counts + -1)
 
 
 def without_convolutions(states: Any, rows: list[int] | None = None) -> Any:
@@ -91,7 +93,7 @@ def test_the_check_notices_wrong_states(
 @torch.inference_mode()
 def test_states_after_each_token_are_kept_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Jamba's mixers read drafts token by token; as a control, all rows keep the state of the first one's token."""
-    monkeypatch.setattr(Mixer, "keep", lambda self, counts: KEEP(self, [counts[0]] * len(counts)))
+    monkeypatch.setattr(Mixer, "keep", lambda self, counts: KEEP(self, counts.keep([0] * len(counts))))
     assert rollback_gap(build("jamba"), 1) < ROUNDING
     assert rollback_gap(build("jamba"), 2) > 5 * ALLOWED
 
@@ -125,23 +127,22 @@ def test_rows_that_leave_a_batch(family: str) -> None:
 @torch.inference_mode()
 def test_a_model_that_another_thread_reads_with(compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a pass runs, layers have the methods of its texts; another thread waits before it looks them up."""
-    monkeypatch.setitem(compiled.OPTIONS, "cpu", {"disable": True})
+    monkeypatch.setitem(graphs.OPTIONS, "cpu", {"disable": True})
     model, logits = build("lfm2"), []
 
     @torch.inference_mode()
     def read() -> None:
-        runner = ModelRunner(model, 1, compile=compile, longest=100)
+        runner = ModelRunner(model, 1, Plan(compile=compile, longest=100))
         runner.append([[5, 9, 33]])
         logits.append(runner.tree(torch.tensor([[2, 7]]), [(-1,)]))
         runner.close()
 
     read()
-    other = ModelRunner(model, 2, compile=compile, longest=100)
+    other = ModelRunner(model, 2, Plan(compile=compile, longest=100))
     other.append([[7, 8], [4]])
     thread = Thread(target=read)
-    with other._mixers.reading(2, None, compiled=compile):
-        if other._passes is not None:
-            other._passes.states.aim(torch.tensor([0, 0]), MOST_AGAIN - 1, 2)
+    passes: Any = other.passes
+    with passes._states.reading() if compile else passes.mixers.reading(2, None):
         thread.start()
         thread.join(0.5)
         assert len(logits) == 1, "the other thread waits"

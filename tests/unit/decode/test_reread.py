@@ -13,6 +13,7 @@ from draftsmith import SpeculativeDecoder
 from draftsmith.decode.cache.recurrent import MOST_AGAIN
 from draftsmith.decode.passes import reread
 from draftsmith.decode.passes.attention import passes_of, run_with
+from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.capability import capability_of
 from draftsmith.decode.passes.checks import rollback_gap
 from draftsmith.decode.passes.reread import Reread
@@ -75,7 +76,7 @@ def test_few_tokens_are_read_again_and_logits_stay_those_of_plain_passes(family:
     """Over more rounds than the cache moves on after, with drafts that are discarded in part."""
     model, longest = build(family), 0
     run_with(model, "copied")
-    runner, text = ModelRunner(model, 1, widths={3: 8}), [5, 6, 7, 8, 9]  # padding would be in the cache
+    runner, text = ModelRunner(model, 1, Plan(widths={3: 8})), [5, 6, 7, 8, 9]  # padding would be in the cache
     runner.append([text[:-1]])
     for number in range(2 * MOST_AGAIN):
         draft = [10 + number % 7, 11 + number % 5]
@@ -102,7 +103,7 @@ def test_states_for_drafters_are_those_of_the_new_tokens(family: str, first: int
     model = build(family)
     run_with(model, PASSES[family])  # pyright: ignore[reportArgumentType]
     text = [5, 6, 7, 8, 9, 10, 11]
-    runner = ModelRunner(model, 1, remember=True, layers=(1,))
+    runner = ModelRunner(model, 1, Plan(remember=True, layers=(1,)))
     expected = model(input_ids=torch.tensor([text]), use_cache=False, output_hidden_states=True).hidden_states
     runner.append([text[:4]])
     torch.testing.assert_close(runner.features_BQF, expected[first][:, :4])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from draftsmith.decode.costs import Costs
+from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.policies import BestFirst
 from draftsmith.decode.profiling import measure_costs, parts
@@ -69,7 +70,7 @@ def experts() -> tuple[Qwen3MoeForCausalLM, Watch, dict[int, float]]:
     model = made_experts()
     watch = Watch(model)
     with torch.inference_mode():
-        runner = ModelRunner(model, 1, longest=256)
+        runner = ModelRunner(model, 1, Plan(longest=256))
         runner.append([torch.randint(5, 400, (120,)).tolist()])
         for width in (4, 8, 16) * 20:
             runner.line(torch.randint(5, 400, (1, width)))

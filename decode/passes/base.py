@@ -1,0 +1,297 @@
+"""What every way of running a model shares: the tokens of a pass, its output, positions, and the states that are kept.
+
+The interface of a way is `Passes`; each has a class and a file of its own, and `passes_for` chooses one for a model.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.decode.cache.rollback import RollbackCache
+from draftsmith.heads.base import DraftedChain, WantedChain
+from draftsmith.heads.hidden_states import Watched, feature_modules
+from draftsmith.heads.model_config import NO_CONTEXT
+from draftsmith.heads.processor_inputs import ProcessorInputs
+from draftsmith.heads.rows import Counts, Rows
+
+HEAD = 0
+"""Key of the lm_head's input among the tensors that hooks keep; layers are counted from 1."""
+
+NEAR = 16
+"""Columns whose logits are computed where rows need different ones of them, in place of an upload."""
+
+# Shapes: B rows, Q tokens fed to each, R draft slots, S slots of the cache, H hidden size, F size of the features of a
+# token, V vocabulary.
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The form of a runner's passes, and what is kept of them."""
+
+    sources: Sequence[list[int]] = ()
+    """The tokens of each encoder, for an encoder-decoder model."""
+    encoded: Sequence[Tensor] | None = None
+    """The encoder's states [T, H] of each source; the encoder is not called then."""
+    remember: bool = False
+    """Keep the input of the lm_head as `states`."""
+    layers: tuple[int, ...] = ()
+    """Keep the outputs of these layers as features; see `Needs.layers`."""
+    widths: dict[int, int] = field(default_factory=dict)
+    """Padded width of a pass by its number of tokens, see `Costs.verify_widths`; used for one row only."""
+    longest: int | None = None
+    """Number of tokens of the longest text at its end, see `RollbackCache`."""
+    compile: bool = False
+    """Compile the passes after the prompt; requires `longest`, and `close` at the end."""
+    width: int = 0
+    """Usual number of tokens of compiled passes, to which narrower ones are padded."""
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """The draft tokens that the cache holds after the committed ones, in the same slots for every row."""
+
+    slots: int = 0
+    depths: tuple[Tensor | None, ...] = ()
+    """Number of draft tokens on the path to each token of a pass, [Q] or [B, Q]; None where they follow one another."""
+    widths: tuple[int, ...] = ()
+    """Number of tokens of each pass."""
+
+    def read(self, reading: "Reading", count: int) -> "Drafted":
+        """Return these draft tokens and the first `count` of a pass."""
+        depths = None if reading.depths is None else reading.depths[..., :count]
+        return Drafted(self.slots + count, (*self.depths, depths), (*self.widths, count))
+
+    def positions(self, end: int, starts: Counts, positions_BQ: Tensor) -> Tensor:
+        """Return the position in its text of the token in each slot up to `end`, [B, S].
+
+        `starts`: the slots from which on the tokens at `positions_BQ` are being read.
+        """
+        (B, Q), device = positions_BQ.shape, positions_BQ.device
+        slots_BS = torch.arange(end + Q, device=device).repeat(B, 1)  # padding may end after the last slot
+        start_B1 = starts.on_device_B[:, None]
+        slot_B1, length_B1 = start_B1 - self.slots, start_B1 - self.slots
+        for count, depths in zip(self.widths, self.depths, strict=True):
+            if depths is not None:
+                place_BQ = slot_B1 + torch.arange(count, device=device)
+                slots_BS.scatter_(1, place_BQ, (length_B1 - 1 + depths).expand(B, -1))
+            slot_B1 = slot_B1 + count
+        return slots_BS.scatter_(1, start_B1 + torch.arange(Q, device=device), positions_BQ)[:, :end]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The tokens of one pass, with padding on the right."""
+
+    ids_BQ: Tensor
+    starts: Counts
+    """The slot of the first token of each row."""
+    counts: Counts | None = None
+    """Number of tokens of each row, which are committed; None: draft tokens."""
+    drafted: Drafted = Drafted()
+    """The draft tokens before them."""
+    depths: Tensor | None = None
+    """Number of draft tokens on the path to each, [Q] or [B, Q]; None where they follow one another."""
+    visible_BQR: Tensor | None = None
+    """The draft slots that each token sees, R - Q earlier ones and its own Q; None: all up to itself."""
+    features_BQF: Tensor | None = None
+    lasts: Counts | None = None
+    """The column of each row whose logits are returned, among `columns`; None: all."""
+    root: bool = False
+    """The only token is the last one of its text, which `keep` commits."""
+
+    @property
+    def width(self) -> int:
+        return self.ids_BQ.shape[1]
+
+    @property
+    def lengths(self) -> Counts:
+        """Number of committed tokens before these."""
+        return self.starts + -self.drafted.slots if self.drafted.slots else self.starts
+
+    @cached_property
+    def columns(self) -> Sequence[int] | None:
+        """The columns whose logits are returned; None: all. Few that are near are a range, which needs no upload."""
+        if self.lasts is None:
+            return None
+        columns = sorted(set(self.lasts))
+        near = range(columns[0], columns[-1] + 1)
+        return near if len(near) in (len(columns), *range(NEAR)) else columns
+
+    def kept(self, device: torch.device) -> Tensor:
+        """Return the columns on the device."""
+        columns = self.columns
+        assert columns is not None
+        if isinstance(columns, range):
+            return torch.arange(columns.start, columns.stop, device=device)
+        return torch.tensor(columns, device=device)
+
+    @cached_property
+    def place(self) -> Counts:
+        """For each row, the place of its column among `columns`."""
+        assert self.lasts is not None
+        assert self.columns is not None
+        if isinstance(self.columns, range):
+            return self.lasts + -self.columns.start
+        return Counts(map(self.columns.index, self.lasts), self.lasts.device)
+
+
+class Output(NamedTuple):
+    """Output of a pass for every token, or for one of each row; states where they are asked for."""
+
+    logits_BQV: Tensor
+    states_BQH: Tensor | None
+    features_BQF: Tensor | None = None
+    """Of every token."""
+
+    def part(self, rows: int, width: int) -> "Output":
+        """Return the output of the first rows and tokens."""
+        return Output._make(None if x is None else x[:rows, :width] for x in self)
+
+    def of(self, reading: Reading) -> "Output":
+        """Return the output of one column of each row where a reading names them; the model may have selected some."""
+        if reading.lasts is None:
+            return self
+        states = self.states_BQH
+        return self._replace(
+            logits_BQV=_of_rows(self.logits_BQV, reading),
+            states_BQH=None if states is None else _of_rows(states, reading),
+        )
+
+
+def _of_rows(values_BQX: Tensor, reading: Reading) -> Tensor:
+    """Return one column of each row, [B, 1, X]: of all columns, of those of the reading, or the one that is there."""
+    lasts, columns, place = reading.lasts, reading.columns, reading.place
+    assert lasts is not None
+    assert columns is not None
+    if values_BQX.shape[1] == 1:
+        return values_BQX
+    index = place if values_BQX.shape[1] == len(columns) else lasts
+    if index.equal:
+        return values_BQX[:, index[0] : index[0] + 1]
+    return values_BQX[torch.arange(len(index), device=index.device), index.on_device_B][:, None]
+
+
+class Passes(Protocol):
+    """Forward passes of one model over the texts of a batch, and what they keep of the tokens."""
+
+    cache: RollbackCache
+    rewinds: bool
+    """Committed tokens can be discarded, too."""
+
+    def padded(self, count: int) -> int:
+        """Return the width of a pass over this number of tokens."""
+        ...
+
+    def prompt(self, row: int, ids: list[int], given: ProcessorInputs | None) -> Output:
+        """Read the whole prompt of one row with a processor's tensors; the output is that of its last token."""
+        ...
+
+    def read(self, reading: Reading) -> Output:
+        """Read tokens of every row."""
+        ...
+
+    def chain(
+        self, starts: Counts, logits_BV: Tensor, wanted: WantedChain, features_BF: Tensor | None
+    ) -> DraftedChain | None:
+        """Draft a chain in one pass; None where one pass for each token is as fast."""
+        ...
+
+    def block_columns(self, size: int) -> int | None:
+        """Return the columns before a block of `size` tokens, of which every pass has as many; None: any number."""
+        ...
+
+    def keep(self, slots: Rows) -> None:
+        """Commit these draft slots of each row, in order, and discard all other draft tokens."""
+        ...
+
+    def drop(self, rows: list[int]) -> None:
+        """Keep only these rows, in this order."""
+        ...
+
+    def close(self) -> None:
+        """Free what is kept."""
+        ...
+
+
+class Positions:
+    """Positions of the tokens of a pass. Where they rise by one, they are a view of a table on the device.
+
+    Args:
+        last: the last position of the model's context; padding has no later one.
+    """
+
+    def __init__(self, device: torch.device, last: int) -> None:
+        self._device, self._last = device, last
+        self._table_1S = torch.empty(1, 0, dtype=torch.int64, device=device)
+
+    def of(self, reading: Reading) -> Tensor:
+        """Return the positions [B, Q] of the tokens, and of padding."""
+        starts, width = reading.starts, reading.width
+        if reading.depths is None and starts.equal and starts[0] + width - 1 <= self._last:
+            return self._rising(starts[0], width, len(starts))
+        if reading.depths is None:
+            positions_BQ = starts.on_device_B[:, None] + torch.arange(width, device=self._device)
+        else:
+            positions_BQ = reading.lengths.on_device_B[:, None] - 1 + reading.depths
+        # Padding may be beyond the model's context.
+        return positions_BQ.clamp(max=self._last) if max(starts) + width - 1 > self._last else positions_BQ
+
+    def _rising(self, start: int, width: int, rows: int) -> Tensor:
+        end = start + width
+        if end > self._table_1S.shape[1]:
+            self._table_1S = torch.arange(2 * end, device=self._device)[None]
+        rising_1Q = self._table_1S[:, start:end]
+        return rising_1Q if rows == 1 else rising_1Q.repeat(rows, 1)
+
+
+class Seen:
+    """The hidden states that hooks keep during a pass: the lm_head's input and the outputs of layers.
+
+    Args:
+        during: returns the context of a pass, in which the hooks of these modules are placed, and the tensors that they
+            keep; None: the hooks are placed now and stay until `close`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        plan: Plan,
+        during: "Callable[[dict[int, Watched]], AbstractContextManager[None]] | None" = None,
+        kept: dict[int, Tensor] | None = None,
+    ) -> None:
+        self.layers, self.modules = plan.layers, feature_modules(model, plan.layers)
+        self._kept: dict[int, Tensor] = {} if kept is None else kept
+        if plan.remember:
+            head = model.get_output_embeddings()
+            assert head is not None, "`TransformersTarget` refuses models without an lm_head"
+            self.modules[HEAD] = Watched(head, before=True)
+        self._during = during
+        watched = {} if during else self.modules
+        self._hooks = [
+            weakref.finalize(self, module.place(module.hook(self._kept, layer)).remove)
+            for layer, module in watched.items()
+        ]
+
+    def context(self) -> AbstractContextManager[None]:
+        """Return the context of a pass, after which `take` returns its states."""
+        return NO_CONTEXT if self._during is None else self._during(self.modules)
+
+    def take(self, last: int | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """Return (the lm_head's input, the features) of the pass, of its `last` columns; None for what is not kept."""
+        kept = self._kept if last is None else {layer: x[:, -last:] for layer, x in self._kept.items()}
+        states = kept[HEAD] if HEAD in self.modules else None
+        features = torch.cat([kept[layer] for layer in self.layers], -1) if self.layers else None
+        self._kept.clear()
+        return states, features
+
+    def close(self) -> None:
+        """Remove the hooks, which compiled passes of a drafter that shares the lm_head would run."""
+        for remove in self._hooks:
+            remove()
