@@ -125,6 +125,10 @@ class DecodeLoop:
     def run(self, module: nn.Module, *inputs: Tensor | int) -> tuple[Tensor, ...]:
         return run_step(module, self._rows, *inputs) if self._compile else module(*inputs)
 
+    @property
+    def last_tokens_B1(self) -> Tensor:
+        return self._roots.values_BW
+
     def take_features(self, counts: Sequence[int]) -> Tensor:
         return self._features.take(counts)
 

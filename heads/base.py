@@ -151,6 +151,11 @@ class Context(Protocol):
         """
         ...
 
+    @property
+    def last_tokens_B1(self) -> Tensor:
+        """The last token of each text, on the device."""
+        ...
+
     def take_features(self, counts: Sequence[int]) -> Tensor:
         """Return the target's features (`Needs.layers`) of the next `counts` tokens of each text, [B, most, F].
 

@@ -35,7 +35,7 @@ from draftsmith.heads.lm_head import scaled_weight, weight_of
 from draftsmith.heads.markov import Kind, MarkovBias
 from draftsmith.heads.model_config import text_config
 from draftsmith.heads.peagle import default_mask_token
-from draftsmith.heads.rows import Rows
+from draftsmith.heads.rows import Counts
 from draftsmith.heads.start import best_state, final_states_of, silence, typical_sizes
 
 # Shapes: B rows, T positions, F size of the features, A anchors, b block size, K draft positions (b, or b - 1 where the
@@ -293,10 +293,8 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
 
     def _read(self, new: list[int]) -> None:
         """Read the features of the next `new` committed tokens and the block after them."""
-        texts, device = self.context.texts, self.body.mask_embedding.device
-        both = [[count, text.tokens[-1]] for count, text in zip(new, texts, strict=True)]
-        counts, anchors = Rows(both, device).columns()
-        self._before_Bn = anchors.on_device_B[:, None]
+        counts = Counts(new, self.body.mask_embedding.device)
+        self._before_Bn = self.context.last_tokens_B1
         # The network reads the anchor, the first token of the block; masks take the other slots.
         block_Bb = nn.functional.pad(self._before_Bn, (0, self.block_size - 1))
         self._logits_BKD = self._runner.block(block_Bb, self.context.take_features(counts), counts)

@@ -17,7 +17,6 @@ from draftsmith.heads.base import Context, DraftStates, Level, Needs, TeacherSig
 from draftsmith.heads.draft_vocab import DraftVocabulary
 from draftsmith.heads.lm_head import scaled_weight, weight_of
 from draftsmith.heads.read_positions import ReadPositions
-from draftsmith.heads.rows import Rows
 
 # Shapes: B rows, H hidden size, V vocabulary, D draft vocabulary.
 
@@ -146,9 +145,8 @@ class TokenHeads(HeadsDrafter):
         """Run head k on a carried state and the token after it: (its state [n, H], its carried state [n, S'])."""
 
     def begin(self, rows: list[int]) -> Tensor:
-        tokens = Rows([text.tokens[-1:] for text in self.context.texts], self.lm_heads[0].weight.device)
         self._carried_BnS = self.first(self.committed_states(rows))[:, None]
-        return self._logits(tokens.values_BW, 0)[:, 0]
+        return self._logits(self.context.last_tokens_B1, 0)[:, 0]
 
     def extend(self, level: Level) -> Tensor:
         self._carried_BnS = level.of_parents(self._carried_BnS)

@@ -204,14 +204,6 @@ class Rows(Sequence[list[int]]):
         width = max(map(len, lists))
         return Rows(lists, self.device, lambda: rows_of(self._on_device()[:, : 1 + width], rows))
 
-    def columns(self) -> list[Counts]:
-        """Return the first numbers of all rows, the second ones, and so on; all rows are equally long."""
-        values = zip(*self.lists, strict=True)
-        return [Counts(own, self.device, partial(self._column, place)) for place, own in enumerate(values)]
-
-    def _column(self, place: int) -> Tensor:
-        return self.values_BW[:, place]
-
     def last(self) -> Counts:
         """Return the last number of each row; 0 for an empty one."""
         if self.rise_from_0:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache.recurrent import MOST_AGAIN
+from draftsmith.decode.cache import fixed
 from draftsmith.decode.passes.base import Output, Plan, Reading, Seen
 from draftsmith.decode.passes.eager import EagerPasses
 from draftsmith.decode.passes.graphs import MOST_WIDTH, ChainInputs, PassInputs, give_back, in_one_layout, take_graphs
@@ -180,8 +180,8 @@ class CompiledRecurrentPasses(CompiledPasses):
         """Let the mixers of eager passes hold the states."""
         if self._committed is None:
             return
-        for fixed, mixer in zip(self._states.mixers, self._eager.mixers.all, strict=True):
-            fixed.give(mixer, self._committed, drafted)
+        for own, mixer in zip(self._states.mixers, self._eager.mixers.all, strict=True):
+            own.give(mixer, self._committed, drafted)
         self._committed = None
 
     def _take_states(self, drafted: int) -> Counts:
@@ -190,12 +190,12 @@ class CompiledRecurrentPasses(CompiledPasses):
         After a commit, whole groups of committed inputs are moved into the saved states first.
         """
         if self._committed is None:
-            for fixed, mixer in zip(self._states.mixers, self._eager.mixers.all, strict=True):
-                fixed.take(mixer)
+            for own, mixer in zip(self._states.mixers, self._eager.mixers.all, strict=True):
+                own.take(mixer)
             self._committed = Counts([0] * len(self.cache.lengths), self.cache.lengths.device)
-        while drafted == 0 and max(self._committed) >= MOST_AGAIN:
-            self._graphs.advance(self.model, self._committed.map(lambda count: count >= MOST_AGAIN).on_device_B)
-            self._committed = self._committed.map(lambda count: count - MOST_AGAIN * (count >= MOST_AGAIN))
+        while drafted == 0 and max(self._committed) >= fixed.MOST_AGAIN:
+            self._graphs.advance(self.model, self._committed.map(lambda count: count >= fixed.MOST_AGAIN).on_device_B)
+            self._committed = self._committed.map(lambda count: count - fixed.MOST_AGAIN * (count >= fixed.MOST_AGAIN))
         return self._committed
 
 

@@ -302,6 +302,10 @@ class _KnownContext:
     max_length: int
     hidden: Tensor | None = None
 
+    @property
+    def last_tokens_B1(self) -> NoReturn:
+        raise AssertionError("drafters that copy run no model")
+
     def take_features(self, counts: Sequence[int]) -> NoReturn:
         raise AssertionError("drafters that copy read no features")
 

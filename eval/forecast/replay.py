@@ -84,7 +84,7 @@ class KnownTarget:
         parts = [of_text[start:end] for of_text, start, end in zip(features, starts, self._ends(paths), strict=True)]
         return nn.utils.rnn.pad_sequence(parts, batch_first=True)
 
-    def _ends(self, paths: list[list[int]] | None) -> list[int]:
+    def _ends(self, paths: Sequence[list[int]] | None) -> list[int]:
         """Return for each text the position after the last token of its path."""
         return [read + 1 + (0 if paths is None else len(paths[row])) for row, read in enumerate(self._read)]
 

@@ -17,6 +17,7 @@ from draftsmith.decode.cache.recurrent import Mixer
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.passes import graphs, reread
 from draftsmith.decode.passes.attention import run_with
+from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.capability import capability_of
 from draftsmith.decode.policies import Chain, Policy, StaticTree
 from draftsmith.decode.sampling import Processors, Sampling
@@ -62,8 +63,7 @@ def gap(family: str, kind: str, policy: Policy = CHAIN, *, compile: bool = False
         return target(input_ids=torch.tensor([text])).logits[0, -1]
 
     def make() -> DecodeLoop:
-        reader = TransformersTarget(target)
-        reader.compile = compile
+        reader = TransformersTarget(target, plan=Plan(compile=compile))
         return DecodeLoop(reader, drafter, policy, [text_of(PROMPT, COUNT)], processors, compile=compile)
 
     return total_variation(whole_runs(make), target_alone(logits, PROMPT, COUNT, processors))

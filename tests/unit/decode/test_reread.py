@@ -16,7 +16,7 @@ from draftsmith.decode.passes.attention import passes_of, run_with
 from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.capability import capability_of
 from draftsmith.decode.passes.checks import rollback_gap
-from draftsmith.decode.passes.reread import Reread
+from draftsmith.decode.passes.reread import RereadingPasses
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.heads.draft_tree import Draft
 
@@ -48,17 +48,17 @@ def same(cache: Any) -> Any:
     return cache
 
 
-def one_token_late(self: Reread, inputs: dict[str, Any], end: int, *, moves: bool) -> Any:
+def one_token_late(self: RereadingPasses, inputs: dict[str, Any], end: int, *, moves: bool) -> Any:
     output = CONTINUE(self, inputs, end, moves=moves)
     self._cached += moves
     return output
 
 
-CONTINUE = Reread._continue
+CONTINUE = RereadingPasses._continue
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "mutant"), [(reread, "deepcopy", same), (Reread, "_continue", one_token_late)]
+    ("owner", "name", "mutant"), [(reread, "deepcopy", same), (RereadingPasses, "_continue", one_token_late)]
 )
 @torch.inference_mode()
 def test_the_check_notices_wrong_caches(

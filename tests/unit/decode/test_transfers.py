@@ -1,4 +1,4 @@
-"""Reads of the device by the host in each decoding round, and the counter of such reads."""
+"""Reads of the device by the host and uploads to it in each decoding round, and the counter of both."""
 
 from collections.abc import Callable
 from typing import Any
@@ -74,6 +74,26 @@ NO_READS: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+UPLOADS: dict[str, Callable[[Tensor], object]] = {
+    "list": lambda x: torch.tensor([1, 2], device=x.device),
+    "number": lambda x: torch.as_tensor(3.0, device=x.device),
+    "to": lambda x: torch.tensor([1, 2]).to(x.device),
+    "to by keyword": lambda x: torch.zeros(2).to(device=x.device),
+    "index by a list": lambda x: x[[0, 2]],
+    "index by a tensor of the host": lambda x: x[torch.tensor([0, 2])],
+    "columns by a list": lambda x: x.reshape(2, 2)[:, [1, 0]],
+    "assignment by a list": lambda x: x.clone().__setitem__([0, 2], 0.0),
+}
+NO_UPLOADS: dict[str, Callable[[Tensor], object]] = {
+    "made on the device": lambda x: torch.arange(4, device=x.device) + torch.full((4,), 2, device=x.device),
+    "index by numbers": lambda x: (x[2], x[1:3], x.reshape(2, 2)[:, 0]),
+    "index by a tensor of the device": lambda x: x[x.argmax() + torch.zeros(2, dtype=torch.int64, device=x.device)],
+    "assignment of a number": lambda x: x.clone().__setitem__(2, 0.0),
+    "host": lambda x: torch.tensor([1, 2])[[1, 0]],
+    "to its own device": lambda x: x.to(x.device),
+}
+
+
 def read_by(operation: Callable[[Tensor], object]) -> Reads:
     model = make_llama()
     with torch.inference_mode(), counted_reads(model) as reads:
@@ -93,6 +113,12 @@ def test_each_kind_of_read_counts_once(name: str) -> None:
 def test_uploads_and_operations_of_known_size_are_no_reads(name: str) -> None:
     reads = read_by(NO_READS[name])
     assert not reads, str(reads)
+
+
+@pytest.mark.parametrize("name", [*UPLOADS, *NO_UPLOADS])
+def test_each_kind_of_upload_counts_once(name: str) -> None:
+    reads = read_by({**UPLOADS, **NO_UPLOADS}[name])
+    assert len(reads.uploads) == (name in UPLOADS), str(reads)
 
 
 def test_reads_inside_forward_passes_do_not_count() -> None:
@@ -148,14 +174,15 @@ def reads_per_round(
     made = drafter_for(drafter, target)
     chosen = None if policy is None else policy_named(policy, COSTS)
     decoder = SpeculativeDecoder(target, made, policy=chosen, rule=rule)
-    models = [target, made.model] if isinstance(made, DraftModel) else [target]
+    own = [getattr(made, name, None) for name in ("model", "body", "prefix")]
+    models = [target, *(model for model in own if model is not None)]
     prompts = [[5 + row, 9, 33, *[2] * (row % 3)] for row in range(batch)]
-    prefilled = passes = 0
+    prefilled = uploaded = passes = 0
 
     def note(text: int, tokens: list[int], record: object) -> None:
-        nonlocal prefilled
+        nonlocal prefilled, uploaded
         if record is None:
-            prefilled = len(reads)
+            prefilled, uploaded = len(reads), len(reads.uploads)
 
     def count(*_: object) -> None:
         nonlocal passes
@@ -170,7 +197,7 @@ def reads_per_round(
         )
     rounds = max(len(output.rounds) for output in outputs)
     assert rounds > 2
-    of_rounds = Reads(reads[prefilled:])
+    of_rounds = Reads(reads[prefilled:], reads.uploads[uploaded:])
     drafted = sum(record.drafted for output in outputs for record in output.rounds)
     assert made is None or drafted >= rounds / 2
     return rounds, passes, of_rounds
@@ -213,6 +240,25 @@ def test_reads_of_a_round(name: str, batch: int) -> None:
     drafter, policy, rule, settings = CASES[name]
     rounds, _, reads = reads_per_round(drafter, policy, batch, rule, **settings)
     assert len(reads) == rounds, f"{len(reads) / rounds:.1f} reads a round:\n{reads}"
+
+
+MOST_UPLOADS = 2
+"""Uploads of a round: its outcome with the numbers for the next one, and the tokens that the drafter has not read."""
+RANDOM_NUMBERS = 1
+"""One more in a round that draws."""
+OTHERS = ("tree", "penalty", "point-mass", "typical")
+"""Shapes of trees, contexts of processors, and drafts whose tokens are chosen are uploaded, too."""
+CHAINS = [name for name in CASES if not any(other in name for other in OTHERS)]
+
+
+@pytest.mark.parametrize("batch", [1, 5, 8])
+@pytest.mark.parametrize("name", CHAINS)
+def test_uploads_of_a_round(name: str, batch: int) -> None:
+    """As few for texts of different lengths, which leave the batch at different times, as for one."""
+    drafter, policy, rule, settings = CASES[name]
+    rounds, _, reads = reads_per_round(drafter, policy, batch, rule, **settings)
+    most = MOST_UPLOADS + RANDOM_NUMBERS * bool(settings)
+    assert len(reads.uploads) <= most * rounds, f"{len(reads.uploads) / rounds:.1f} uploads a round:\n{reads}"
 
 
 READS_OF_A_LEVEL: dict[str, tuple[int, int]] = {
