@@ -15,6 +15,7 @@ from draftsmith.decode.mixed_batch import MixedBatch
 from draftsmith.decode.sampling import index_at
 from draftsmith.decode.uniforms import first_uniforms, round_keys, signed, uniforms
 from draftsmith.heads.draft_tree import DraftBatch
+from draftsmith.heads.rows import Counts
 
 NOT_DRAWN = -2
 """In place of a token that nothing has drawn; no node of a draft holds it."""
@@ -75,13 +76,14 @@ class Draws(Protocol):
 
 
 MakeDraws = Callable[[Sequence[int], Sequence[int], torch.device], Draws]
-"""Returns the draws of texts with these seeds and numbers of committed tokens."""
+"""Returns the draws of texts with these seeds and numbers of committed tokens; `Counts` hold `signed` seeds."""
 
 
 def seeded_draws(seeds: Sequence[int], lengths: Sequence[int], device: torch.device) -> "SeededDraws":
     """Return the draws of a round of texts with these seeds and numbers of committed tokens."""
-    seeds_B, lengths_B = torch.tensor([[signed(seed) for seed in seeds], lengths], device=device)
-    return SeededDraws(round_keys(seeds_B, lengths_B))
+    if not isinstance(seeds, Counts):
+        seeds = Counts(map(signed, seeds), device)
+    return SeededDraws(round_keys(seeds.on_device_B, Counts.of(lengths, device).on_device_B))
 
 
 class SeededDraws:

@@ -25,6 +25,7 @@ from draftsmith.decode.proposal import Proposal, p_of, read_outcomes
 from draftsmith.decode.sampling import MakeContexts, Processors, Sampling, precise
 from draftsmith.decode.sequence import DecodeSequence, Round
 from draftsmith.decode.target import Target
+from draftsmith.decode.uniforms import signed
 from draftsmith.decode.verification import Rule, VerifyResult, verify_batch, verify_greedy
 from draftsmith.heads.base import Drafter, Level, Needs
 from draftsmith.heads.draft_tree import ROOT, Draft
@@ -102,6 +103,8 @@ class DecodeLoop:
         self._device = torch.device("cpu")
         self._roots = self._rooms = Rows([], self._device)
         """The last committed token of each text, and the maximum depth of its draft."""
+        self._seeds = self._lengths = Counts([], self._device)
+        """The seed of each text, and its number of tokens."""
         self._clock = PartClock(self._device, ("draft",))
         self._shapes: dict[int, Shape | None] = {}
         """By text, the shape of its drafts; None where it depends on q."""
@@ -150,11 +153,14 @@ class DecodeLoop:
             assert self._drafter.shared_vocabulary is not None, "`SpeculativeDecoder` refuses other vocabularies"
             self._shared = (self._drafter.shared_vocabulary, logits_BV.shape[1])
         texts, proposal = self.texts, Proposal.empty(len(self.texts), self._device)
+        self._seeds = Counts([signed(text.seed) for text in texts], self._device)
+        self._lengths = Counts([len(text.tokens) for text in texts], self._device)
         results = self._decided(logits_BV[:, None], proposal, self._draws())
         if self._drafter is not None:
             self._hand_over(None)
         new = self._commit(proposal.drafts, results, logits_BV[:, None])
         tokens, self._roots, self._rooms = Rows.together(self._device, new, *self._next())
+        self._lengths = self._lengths + tokens.counts
         if self._committed is not None:
             self._committed.append(tokens)
         self._finish(started=False)
@@ -182,6 +188,7 @@ class DecodeLoop:
         # Everything that the device needs to know of the round and for the next one, in one upload.
         together = Rows.together(self._device, paths, new, slots, *self._next())
         accepted, tokens, read, self._roots, self._rooms = together
+        self._lengths = self._lengths + tokens.counts
         self._take_over(accepted, tokens)
         if self._drafter is not None:
             self._drafter.rollback(read)
@@ -232,8 +239,7 @@ class DecodeLoop:
         """Return the random draws of the next round; greedy decoding has none."""
         if self._processors.greedy:
             return None
-        seeds, lengths = [text.seed for text in self.texts], [len(text.tokens) for text in self.texts]
-        return self.draws_of(seeds, lengths, self._device)
+        return self.draws_of(self._seeds, self._lengths, self._device)
 
     def _decided(self, logits_BQV: Tensor, proposal: Proposal, draws: Draws | None) -> list[VerifyResult]:
         """Apply the verification rule to all texts, and read the outcome in one transfer."""
@@ -336,6 +342,7 @@ class DecodeLoop:
             self._committed.keep(running)
         self._features.keep(running)
         self._roots, self._rooms = self._roots.keep(running), self._rooms.keep(running)
+        self._seeds, self._lengths = self._seeds.keep(running), self._lengths.keep(running)
         if self.hidden is not None:
             self.hidden = rows_of(self.hidden, running)
         if started and self._drafter is not None:

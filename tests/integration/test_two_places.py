@@ -12,7 +12,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from two_places import OtherPlace, two_places
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode.passes.masks import tree_mask
+from draftsmith.decode.passes.masks import tree
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.train.step import AgreementStep, Last
@@ -54,9 +54,9 @@ def test_what_an_accelerator_takes_passes(name: str) -> None:
 
 
 def test_masks_that_were_made_outside_are_made_again() -> None:
-    tree_mask((-1, 0, 0), DEVICE)
+    tree((-1, 0, 0), DEVICE)
     with two_places():
-        tree_mask((-1, 0, 0), DEVICE) & (weights()[:1, :1] > 0)
+        tree((-1, 0, 0), DEVICE)[0] & (weights()[:1, :1] > 0)
 
 
 def texts_of(name: str) -> list[list[int]]:

@@ -29,6 +29,7 @@ from draftsmith.decode.verification import RULES
 from draftsmith.heads.base import Drafter, Level
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.draft_tree import Draft, DrawnDraft
+from draftsmith.heads.rows import Counts
 
 VOCAB = 9
 
@@ -89,7 +90,8 @@ SETTINGS = {
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_drafts_of_fixed_shape_are_those_that_the_policy_grows(policy: FixedPolicy, setting: str) -> None:
     sampling, extra = SETTINGS[setting]
-    prompts, rooms = [[3, 1, 4], [1, 5], [2, 6, 5, 3, 5, 8], [7]], [3, 1, 2, 0]
+    prompts = [[3, 1, 4], [1, 5], [2, 6, 5, 3, 5, 8], [7]]
+    rooms = Counts([3, 1, 2, 0], torch.device("cpu"))
     texts = [DecodeSequence(prompt, 40, number, number=number) for number, prompt in enumerate(prompts)]
     processors, drafter = Processors(sampling, extra, texts=len(texts)), Table()
     drafter.start(Context(texts))

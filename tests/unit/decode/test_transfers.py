@@ -244,8 +244,6 @@ def test_reads_of_a_round(name: str, batch: int) -> None:
 
 MOST_UPLOADS = 2
 """Uploads of a round: its outcome with the numbers for the next one, and the tokens that the drafter has not read."""
-RANDOM_NUMBERS = 1
-"""One more in a round that draws."""
 OTHERS = ("tree", "penalty", "point-mass", "typical")
 """Shapes of trees, contexts of processors, and drafts whose tokens are chosen are uploaded, too."""
 CHAINS = [name for name in CASES if not any(other in name for other in OTHERS)]
@@ -257,8 +255,7 @@ def test_uploads_of_a_round(name: str, batch: int) -> None:
     """As few for texts of different lengths, which leave the batch at different times, as for one."""
     drafter, policy, rule, settings = CASES[name]
     rounds, _, reads = reads_per_round(drafter, policy, batch, rule, **settings)
-    most = MOST_UPLOADS + RANDOM_NUMBERS * bool(settings)
-    assert len(reads.uploads) <= most * rounds, f"{len(reads.uploads) / rounds:.1f} uploads a round:\n{reads}"
+    assert len(reads.uploads) <= MOST_UPLOADS * rounds, f"{len(reads.uploads) / rounds:.1f} uploads a round:\n{reads}"
 
 
 READS_OF_A_LEVEL: dict[str, tuple[int, int]] = {
