@@ -35,8 +35,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.distill.load_target import EMBEDDED
 from draftsmith.heads.checkpoint import load_drafter
+from draftsmith.names import EMBEDDED
 from draftsmith.train import trainer as loop
 from draftsmith.train.data import chat_of, heldout_prompts
 from draftsmith.train.launch import make_accelerator

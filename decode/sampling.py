@@ -19,11 +19,9 @@ from transformers import (
 from transformers import TopKLogitsWarper as TopK
 from transformers import TopPLogitsWarper as TopP
 
+from draftsmith.config import LARGEST_SEED
 from draftsmith.decode.cache.committed import Contexts, ListContexts
 from draftsmith.errors import ConfigError, DraftsmithError
-
-LARGEST_SEED = 2**32 - 1
-"""Largest seed of the command line: seeds of single texts are computed from it and must fit into 64 bits."""
 
 
 def require_seed(key: str, seed: int, largest: int = LARGEST_SEED) -> None:

@@ -19,12 +19,12 @@ from draftsmith.bars import clock
 from draftsmith.distill.chat_template import Chat, Encoded, ImageAfterAnswer, TooLongText, characters
 from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.embedded import embedded_prompts
-from draftsmith.distill.load_target import EMBEDDED
 from draftsmith.distill.messages import ASSISTANT
 from draftsmith.distill.sources import Conversation, EmptyConversation, conversation, read_source, source_stamp
 from draftsmith.errors import ConfigError
 from draftsmith.heads.processor_inputs import inputs_fingerprint
 from draftsmith.locks import hold_cache
+from draftsmith.names import EMBEDDED
 from draftsmith.provenance import fingerprint
 from draftsmith.storage import atomic_folder, cache_dir, write_json
 

@@ -6,7 +6,6 @@ the file's SHA-256, so that a changed file is another target.
 
 import hashlib
 import json
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
@@ -22,11 +21,9 @@ from transformers.utils.hub import cached_file
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.untrusted import without_warnings
 from draftsmith.locks import hold_cache
+from draftsmith.names import GGUF, check_target_name, is_hub_gguf
 from draftsmith.storage import atomic_folder, cache_dir
 
-SUFFIX = ".gguf"
-MAGIC = b"GGUF"
-PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 FORMAT = 1
 """Part of the key: increased when another version of this module would write other folders."""
 
@@ -44,9 +41,9 @@ def gguf_file(name: str, revision: str | None = None) -> Path | None:
     if path.is_dir():
         if (path / "config.json").exists():
             return None
-        return _only(name, sorted(path.glob(f"*{SUFFIX}")))
-    if name.endswith(SUFFIX):
-        if path.is_file() or not _is_hub_file(name):
+        return _only(name, sorted(path.glob(f"*{GGUF}")))
+    if name.endswith(GGUF):
+        if path.is_file() or not is_hub_gguf(name):
             return path
         repository, _, file = name.rpartition("/")
         return Path(hf_hub_download(repository, file, revision=revision))
@@ -55,22 +52,6 @@ def gguf_file(name: str, revision: str | None = None) -> Path | None:
     files = _files_of_repository(name, revision)
     chosen = _only(name, files)
     return None if chosen is None else Path(hf_hub_download(name, chosen, revision=revision))
-
-
-def check_gguf_name(name: str) -> None:
-    """Raise ConfigError if a name that ends in `.gguf` is no readable file of this format; nothing is downloaded."""
-    path = Path(name).expanduser()
-    if _is_hub_file(name) and not path.exists():
-        return
-    if not path.is_file():
-        raise ConfigError(f"target={name}; expected a GGUF file, and there is no such file")
-    if PART.search(name):
-        raise ConfigError(
-            f"target={name} is one of several parts; expected one file (llama-gguf-split --merge joins them)"
-        )
-    with path.open("rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
-            raise ConfigError(f"target={name} is not a GGUF file: it does not begin with {MAGIC.decode()}")
 
 
 def description(file: Path) -> Path:
@@ -116,7 +97,7 @@ def _converted(file: Path, part: str, write: Callable[[Path], None]) -> Path:
     """Return the folder of the cache with one part of a GGUF file; call `write` with it where it does not exist."""
     if find_spec("gguf") is None:
         raise ConfigError(f"target={file}: GGUF files need another package: pip install 'draftsmith[gguf]'")
-    check_gguf_name(str(file))
+    check_target_name(str(file))
     folder = cache_dir() / "gguf" / f"{sha256_of(file)[:16]}-{FORMAT}" / part
     with hold_cache(folder):
         if not folder.is_dir():
@@ -161,16 +142,12 @@ def _dequantized() -> dict[str, Any]:
     return {}
 
 
-def _is_hub_file(name: str) -> bool:
-    return name.endswith(SUFFIX) and name.count("/") == 2 and not name.startswith((".", "/", "~"))
-
-
 def _files_of_repository(name: str, revision: str | None) -> list[str]:
     """Return the GGUF files of a Hub repository without a config.json; empty where it has one or is out of reach."""
     missing = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": False}
     with suppress(Exception):  # the error of a repository that cannot be read is that of transformers, later
         if cached_file(name, "config.json", revision=revision, **missing) is None:
-            return sorted(file for file in HfApi().list_repo_files(name, revision=revision) if file.endswith(SUFFIX))
+            return sorted(file for file in HfApi().list_repo_files(name, revision=revision) if file.endswith(GGUF))
     return []
 
 

@@ -28,8 +28,8 @@ from draftsmith.distill.embedded import embedded_target
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.model_config import eos_tokens
 from draftsmith.heads.untrusted import require_whole_model
+from draftsmith.names import EMBEDDED, check_target_name
 
-EMBEDDED = "embedded"
 FLASH = re.compile(r"flash_attention_\d|kernels-community/[\w.-]*flash[\w.-]*")
 """Names of flash attention: of an installed package, or of a kernel on the Hub."""
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -67,18 +67,6 @@ def bf16_is_fast(device: torch.device) -> bool:
         return torch.cuda.is_bf16_supported()
     supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
     return bool(supported and supported())
-
-
-def check_target_name(name: str) -> None:
-    """Raise ConfigError if a name looks like a local path that does not exist; nothing is loaded."""
-    if name.endswith(gguf_target.SUFFIX) and not Path(name).expanduser().is_dir():
-        gguf_target.check_gguf_name(name)
-        return
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if name != EMBEDDED and looks_local and not Path(name).expanduser().is_dir():
-        raise ConfigError(
-            f"target={name}; expected 'embedded', an existing folder, a GGUF file or a Hub id; there is no such folder"
-        )
 
 
 def check_attention(key: str, name: str | None, dtype: str) -> None:

@@ -16,6 +16,7 @@ from datasets import Dataset, IterableDataset, disable_progress_bars, load_datas
 from draftsmith.distill.images import images_in
 from draftsmith.distill.messages import ASSISTANT, SYSTEM, Message, is_messages, read_messages, read_tools, unpacked
 from draftsmith.errors import ConfigError, reason_of
+from draftsmith.names import KNOWN, TABLES, prompts_look_local
 from draftsmith.reading import parse_json
 
 ANSWERS = ("response", "completion", "answer", "output", "chosen")
@@ -225,13 +226,10 @@ def _system(place: str, row: dict[str, Any]) -> str | None:
 Row = tuple[str, dict[str, Any]]
 """File and line of a row, for errors, and its fields."""
 
-TABLES = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
-LINES = (".jsonl", ".ndjson", ".jsonl.gz")
 LONGEST_ROW = 2**28
 """Characters of a line; a small compressed file may expand to any size."""
 ENCODING = "utf-8-sig"
 """UTF-8, with or without the byte order mark that tools of Windows write."""
-KNOWN = (*LINES, ".json", ".txt", *TABLES)
 
 
 def read_source(source: str, subset: str | None = None, split: str = "train") -> Iterator[Row]:
@@ -245,17 +243,12 @@ def read_source(source: str, subset: str | None = None, split: str = "train") ->
         ConfigError: during iteration, naming the line, for data that is missing, empty or not an object.
     """
     path, empty = Path(source).expanduser(), True
-    rows = _local(path) if path.exists() or looks_local(source) else _hub(source, subset, split)
+    rows = _local(path) if path.exists() or prompts_look_local(source) else _hub(source, subset, split)
     for row in rows:
         empty = False
         yield row
     if empty:
         raise ConfigError(f"{source} is empty; expected at least one row")
-
-
-def looks_local(source: str) -> bool:
-    """Return whether a name that does not exist is meant as a file."""
-    return source.startswith((".", "/", "~")) or source.count("/") != 1 or source.endswith(KNOWN)
 
 
 def source_stamp(source: str, subset: str | None = None, split: str = "train") -> list[Any]:

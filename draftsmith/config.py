@@ -36,6 +36,8 @@ Depth = Annotated[int, Field(ge=1, le=1024), BeforeValidator(no_truth_value)]
 Number = Annotated[float, BeforeValidator(no_truth_value)]
 Location = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path, whose leading `~` is replaced by the home folder, or a Hub id."""
+LARGEST_SEED = 2**32 - 1
+"""Largest seed of the command line: seeds of single texts are computed from it and must fit into 64 bits."""
 
 
 class Section(BaseModel):

@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.distill.chat_template import LONGEST_TEXT, Chat, characters
 from draftsmith.distill.embedded import embedded_prompts
-from draftsmith.distill.load_target import EMBEDDED
 from draftsmith.distill.messages import ASSISTANT
 from draftsmith.distill.sources import Conversation, question, read_source
 from draftsmith.errors import ConfigError
 from draftsmith.heads.processor_inputs import ProcessorInputs, inputs_fingerprint
+from draftsmith.names import EMBEDDED
 from draftsmith.provenance import fingerprint
 
 EMBEDDED_PROMPT_TOKENS = 48

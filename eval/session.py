@@ -13,7 +13,8 @@ from draftsmith.eval.prompts import Prompt, PromptRows
 from draftsmith.eval.settings import PairSettings
 from draftsmith.eval.stages import stage
 from draftsmith.heads.base import Drafter
-from draftsmith.heads.checkpoint import is_named, load_drafter, parse_named
+from draftsmith.heads.checkpoint import load_drafter
+from draftsmith.heads.configs import is_named, parse_named
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.untrusted import local_folder, read_config
 from draftsmith.safe_text import Terminal

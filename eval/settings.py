@@ -9,9 +9,10 @@ from draftsmith.decode.policies import check_policy
 from draftsmith.decode.sampling import Sampling, require_seed
 from draftsmith.decode.verification import rule_named
 from draftsmith.distill.chat_template import template_text
-from draftsmith.distill.load_target import DTYPES, EMBEDDED, check_attention, check_target_name
+from draftsmith.distill.load_target import DTYPES, check_attention
 from draftsmith.errors import ConfigError
-from draftsmith.heads.checkpoint import is_named, parse_named
+from draftsmith.heads.configs import is_named, parse_named
+from draftsmith.names import EMBEDDED, check_target_name
 from draftsmith.storage import require_apart
 
 Variant = tuple[str, str]

@@ -27,6 +27,7 @@ from transformers import (
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import FINAL, Drafter, TeacherSignals, TrainableDrafter
+from draftsmith.heads.configs import is_named, parse_named
 from draftsmith.heads.draft_model import DraftModel, EarlyExit
 from draftsmith.heads.draft_vocab import DraftVocabulary
 from draftsmith.heads.lora import merged_state
@@ -43,33 +44,7 @@ from draftsmith.heads.untrusted import (
     without_warnings,
 )
 from draftsmith.provenance import model_fingerprints, tokenizer_fingerprint
-from draftsmith.reading import parse_specification, specified_name
 from draftsmith.storage import write_json
-
-_RETRIEVAL = {"draft_length": int, "min_match": int, "factor": float}
-SETTINGS: dict[str, dict[str, type]] = {
-    "prompt-lookup": {"max_ngram": int, **_RETRIEVAL},
-    "suffix": {"datastore": str, **_RETRIEVAL, "memory": bool},
-    "early-exit": {"layers": int},
-    "native-mtp": {},
-    "hybrid": {"drafter": str, "datastore": str, "min_match": int, "memory": bool},
-}
-"""Settings of each named drafter, with their types."""
-
-
-def is_named(text: str) -> bool:
-    """Return whether `text` names a drafter that needs no checkpoint, not a folder or a repository."""
-    return specified_name(text) in SETTINGS
-
-
-def parse_named(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the name and its settings; raise ConfigError for an unknown key or an invalid value."""
-    name, values = parse_specification("drafter", text, SETTINGS)
-    if name == "hybrid" and "drafter" not in values:
-        raise ConfigError(
-            f"drafter={text}; expected hybrid:drafter=FOLDER, the trained drafter for texts without a match"
-        )
-    return name, values
 
 
 def drafter_named(text: str, target: PreTrainedModel, load: Callable[[str], Drafter]) -> Drafter:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from draftsmith.config import Count, Depth, Location, Number, Section, Whole
+from draftsmith.errors import ConfigError
+from draftsmith.reading import parse_specification, specified_name
 
 Start = Literal["untrained", "target", "trained"]
 """Weights of a new drafter: untrained, copied from the target, or trained before."""
@@ -312,3 +314,29 @@ else:
     _SECTIONS = (entry.section for entry in DRAFTERS.values())
     AnyDrafterSection = Annotated[reduce(or_, _SECTIONS), Field(discriminator="type")]
     """The section of any drafter, chosen by `type`."""
+
+
+_RETRIEVAL = {"draft_length": int, "min_match": int, "factor": float}
+SETTINGS: dict[str, dict[str, type]] = {
+    "prompt-lookup": {"max_ngram": int, **_RETRIEVAL},
+    "suffix": {"datastore": str, **_RETRIEVAL, "memory": bool},
+    "early-exit": {"layers": int},
+    "native-mtp": {},
+    "hybrid": {"drafter": str, "datastore": str, "min_match": int, "memory": bool},
+}
+"""Settings of each named drafter, with their types."""
+
+
+def is_named(text: str) -> bool:
+    """Return whether `text` names a drafter that needs no checkpoint, not a folder or a repository."""
+    return specified_name(text) in SETTINGS
+
+
+def parse_named(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and its settings; raise ConfigError for an unknown key or an invalid value."""
+    name, values = parse_specification("drafter", text, SETTINGS)
+    if name == "hybrid" and "drafter" not in values:
+        raise ConfigError(
+            f"drafter={text}; expected hybrid:drafter=FOLDER, the trained drafter for texts without a match"
+        )
+    return name, values

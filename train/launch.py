@@ -20,10 +20,11 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from draftsmith.distill.chat_template import template_text
 from draftsmith.distill.data_section import SELF
-from draftsmith.distill.load_target import EMBEDDED, bf16_is_fast, check_target_name
+from draftsmith.distill.load_target import bf16_is_fast
 from draftsmith.distill.server.settings import require_client
-from draftsmith.distill.sources import EmptyConversation, conversation, looks_local, read_source
+from draftsmith.distill.sources import EmptyConversation, conversation, read_source
 from draftsmith.errors import ConfigError
+from draftsmith.names import EMBEDDED, check_target_name, prompts_look_local
 from draftsmith.provenance import has_cxx_compiler
 from draftsmith.train.progress import Console
 from draftsmith.train.recipe import Recipe
@@ -181,7 +182,7 @@ def _require_compiler(recipe: Recipe) -> None:
 
 def _require_readable(source: str) -> None:
     """Read every row of a local file of prompts; data sets on the Hub are checked when they are downloaded."""
-    if Path(source).expanduser().exists() or looks_local(source):
+    if Path(source).expanduser().exists() or prompts_look_local(source):
         for place, row in read_source(source):
             with suppress(EmptyConversation):  # left out, and counted, when the data are read
                 conversation(place, row)

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from draftsmith.config import Count, Number, Section, no_as_written, no_truth_value
-from draftsmith.decode.sampling import LARGEST_SEED
+from draftsmith.config import LARGEST_SEED, Count, Number, Section, no_as_written, no_truth_value
 from draftsmith.distill.losses import LOSSES
 from draftsmith.train.optimizers import OPTIMIZERS
 from draftsmith.train.schedules import SCHEDULES

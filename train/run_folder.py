@@ -206,7 +206,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 def metrics_of(drafters: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
     """Return the metrics of the runs that the named drafters belong to, without drafters that belong to none."""
-    from draftsmith.heads.checkpoint import is_named
+    from draftsmith.heads.configs import is_named
 
     metrics = {name: read_metrics(Path(path).parent) for name, path in drafters.items() if not is_named(path)}
     return {name: rows for name, rows in metrics.items() if rows}

@@ -27,6 +27,7 @@ from draftsmith.cli.options import (
     TopKOption,
     TopPOption,
     TrustOption,
+    checked_recipe,
     named_drafters,
     print_json,
     settings_of,
@@ -98,9 +99,7 @@ def train(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value; overrides the file.")] = None,
 ) -> None:
     """Train a drafter in this process. Several processes: accelerate launch -m draftsmith.train RECIPE."""
-    from draftsmith.train.recipe import load_recipe
-
-    checked = load_recipe(recipe, overrides)
+    checked = checked_recipe(recipe, overrides)
     from draftsmith.train.trainer import train as run
 
     typer.echo(printable(f"drafter: {run(checked)}"))
@@ -116,13 +115,12 @@ def memory(
     as_json: JsonOption = False,
 ) -> None:
     """Estimate the memory (and time) of a recipe in each process from the target's config, without its weights."""
+    checked = checked_recipe(recipe, overrides)
     from draftsmith.distill.load_target import load_tokenizer
     from draftsmith.train.estimate.memory import estimate_memory
     from draftsmith.train.estimate.time import estimate_work, require_machine
     from draftsmith.train.launch import precision, require_divisible
-    from draftsmith.train.recipe import load_recipe
 
-    checked = load_recipe(recipe, overrides)
     require_divisible(checked, processes)
     require_machine(on)
     target = checked.target
@@ -165,6 +163,8 @@ def generate(
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Stream the continuation of a prompt; accepted draft tokens are coloured."""
+    if drafter is not None:
+        named_drafters([drafter])  # a folder that is missing is told before torch is imported
     from draftsmith.cli.generate import GenerateRequest, stream
 
     request = settings_of(
@@ -195,9 +195,9 @@ def demo(
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Serve a page on this machine that decodes a prompt with and without the drafter, side by side."""
+    drafters, options = named_drafters([drafter]), template_options(template_option)
     from draftsmith.cli.demo import DemoRequest, serve
 
-    drafters, options = named_drafters([drafter]), template_options(template_option)
     request = settings_of(DemoRequest, locals(), drafters=drafters, template_options=options)
     serve(request, trust_remote_code=trust_remote_code)
 

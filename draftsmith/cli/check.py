@@ -14,6 +14,8 @@ from draftsmith.cli.options import (
     DtypeOption,
     ImagesOption,
     JsonOption,
+    MeasuredOption,
+    PromptsOption,
     RuleOption,
     SeedOption,
     TargetOption,
@@ -44,8 +46,8 @@ LEAST_TOKENS = 500
 
 def check(
     target: TargetOption,
-    drafter: Annotated[list[str], typer.Option("--drafter", help="As for `draftsmith eval`; repeatable.")],
-    prompts: Annotated[str, typer.Option("--prompts", help="Prompts: 'embedded' or a file.")] = "embedded",
+    drafter: MeasuredOption,
+    prompts: PromptsOption = "embedded",
     count: CountOption = 12,
     temperature: TemperaturesOption = None,
     gamma: Annotated[int | None, typer.Option("--gamma", help="Draft length; default: each drafter's own.")] = None,
@@ -68,12 +70,13 @@ def check(
     """Test that decoding with drafters is lossless. Exit code 0: lossless, 1: lossy, 3: inconclusive."""
     if tokens < LEAST_TOKENS:  # before torch is imported
         raise ConfigError.of("tokens", tokens, f">= {LEAST_TOKENS}")
+    drafters = named_drafters(drafter)
     from draftsmith.eval.lossless.check import CheckSettings
 
     settings = settings_of(
         CheckSettings,
         locals(),
-        drafters=named_drafters(drafter),
+        drafters=drafters,
         temperatures=tuple(temperature or (0.0, 1.0)),
         draft_length=gamma,
         policies=tuple(policy or ()),

@@ -15,6 +15,8 @@ from draftsmith.cli.options import (
     TemplateOptionsOption,
     TopPOption,
     TrustOption,
+    checked_prompts,
+    checked_recipe,
     suggest,
     template_options,
 )
@@ -29,7 +31,8 @@ data_app = typer.Typer(
     help="Preview samples, sample responses from a target, prepare a recipe's data.", no_args_is_help=True
 )
 SourceArgument = Annotated[
-    str, typer.Argument(help="A file or folder (JSONL, JSON, Parquet, text), or a Hub data set.")
+    str,
+    typer.Argument(help="A file or folder (JSONL, JSON, Parquet, text), or a Hub data set.", callback=checked_prompts),
 ]
 PromptTokensOption = Annotated[int, typer.Option("--prompt-tokens", help="Longer prompts are left out and counted.")]
 ResponseTokensOption = Annotated[int, typer.Option("--response-tokens", "--max-tokens", help="The longest response.")]
@@ -196,9 +199,7 @@ def data_prepare(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, which override the file.")] = None,
 ) -> None:
     """Sample a recipe's responses and build its teacher cache without training."""
-    from draftsmith.train.recipe import load_recipe
-
-    checked = load_recipe(recipe, overrides)
+    checked = checked_recipe(recipe, overrides)
     from draftsmith.train.prepare import prepare
 
     prepare(checked)

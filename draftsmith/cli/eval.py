@@ -26,6 +26,8 @@ from draftsmith.cli.options import (
     TopKOption,
     TopPOption,
     TrustOption,
+    checked_prompts,
+    checked_target,
     measuring,
     named_drafters,
     print_json,
@@ -45,7 +47,12 @@ DraftersOption = Annotated[
     list[str] | None, typer.Option("--drafter", help=DRAFTER_HELP + " Or name=DRAFTER; repeatable.")
 ]
 PromptsOption = Annotated[
-    str, typer.Option("--prompts", help="Prompts: 'embedded', a file (JSONL, JSON, Parquet) or a Hub data set.")
+    str,
+    typer.Option(
+        "--prompts",
+        help="Prompts: 'embedded', a file (JSONL, JSON, Parquet) or a Hub data set.",
+        callback=checked_prompts,
+    ),
 ]
 DraftLengthsOption = Annotated[
     list[int] | None,
@@ -60,7 +67,7 @@ OutOption = Annotated[Path, typer.Option("--out", help="Folder for the report; t
 @eval_app.callback(invoke_without_command=True)
 def evaluate(
     context: typer.Context,
-    target: Annotated[str | None, typer.Option("--target", help=TARGET_HELP)] = None,
+    target: Annotated[str | None, typer.Option("--target", help=TARGET_HELP, callback=checked_target)] = None,
     drafter: DraftersOption = None,
     prompts: PromptsOption = "embedded",
     subset: SubsetOption = None,
@@ -90,12 +97,13 @@ def evaluate(
     if context.invoked_subcommand is not None:
         return
     _require_pair(target, drafter)
+    drafters = named_drafters(drafter or [])  # before torch is imported
     from draftsmith.eval.settings import Settings
 
     settings = settings_of(
         Settings,
         locals(),
-        drafters=named_drafters(drafter or []),
+        drafters=drafters,
         temperatures=tuple(temperature or (0.0, 1.0)),
         draft_lengths=tuple(gamma or ()),
         policies=tuple(policy or ()),
@@ -130,7 +138,9 @@ def _measure(settings: "Settings", drafters: list[str], out: Path, *, as_json: b
 @eval_app.command(name="server")
 def serve(
     address: Annotated[str, typer.Argument(metavar="URL", help="Address of the server with the drafter.")],
-    target: Annotated[str, typer.Option("--target", help=TARGET_HELP + " Only its tokenizer is loaded.")],
+    target: Annotated[
+        str, typer.Option("--target", help=TARGET_HELP + " Only its tokenizer is loaded.", callback=checked_target)
+    ],
     model: Annotated[str, typer.Option("--model", help="The name under which the server has the target.")],
     baseline: Annotated[
         str | None,

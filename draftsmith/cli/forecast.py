@@ -11,6 +11,8 @@ from draftsmith.cli.options import (
     CountOption,
     DtypeOption,
     JsonOption,
+    MeasuredOption,
+    PromptsOption,
     SeedOption,
     TargetOption,
     TemperaturesOption,
@@ -34,8 +36,8 @@ if TYPE_CHECKING:
 
 def forecast(
     target: TargetOption,
-    drafter: Annotated[list[str], typer.Option("--drafter", help="As for `draftsmith eval`; repeatable.")],
-    prompts: Annotated[str, typer.Option("--prompts", help="Prompts: 'embedded' or a file.")] = "embedded",
+    drafter: MeasuredOption,
+    prompts: PromptsOption = "embedded",
     temperature: TemperaturesOption = None,
     max_draft_length: Annotated[
         int, typer.Option("--max-draft-length", help="Longest chain of draft tokens to compare.")
@@ -80,6 +82,7 @@ def forecast(
     as_json: JsonOption = False,
 ) -> None:
     """Predict acceptance, tau, speedup and the best policy of drafters without decoding with them."""
+    drafters = named_drafters(drafter)  # before torch is imported
     from draftsmith.eval.forecast.forecast import ForecastSettings
     from draftsmith.eval.forecast.run import ForecastFiles, run
     from draftsmith.eval.forecast.served import ServedRequest
@@ -87,7 +90,7 @@ def forecast(
     settings = settings_of(
         ForecastSettings,
         locals(),
-        drafters=named_drafters(drafter),
+        drafters=drafters,
         temperatures=tuple(temperature or (0.0, 1.0)),
         policies=tuple(policy or ()),
         batch_sizes=tuple(batch_size or (1,)),

@@ -3,19 +3,36 @@
 import json
 import os.path
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from draftsmith.errors import ConfigError
+from draftsmith.names import check_drafter_name, check_prompts_name, check_target_name
 from draftsmith.reading import parse_assignment, specified_name
 from draftsmith.safe_text import printable
 
+if TYPE_CHECKING:
+    from draftsmith.train.recipe import Recipe
+
+
+def _checked(check: Callable[[str], None]) -> Callable[[str | None], str | None]:
+    """Return a callback that checks a name before any package is loaded."""
+
+    def callback(name: str | None) -> str | None:
+        if name is not None:
+            check(name)
+        return name
+
+    return callback
+
+
+checked_target, checked_prompts = _checked(check_target_name), _checked(check_prompts_name)
 TARGET_HELP = "Target: 'embedded', a local folder or a Hub id."
-TargetOption = Annotated[str, typer.Option("--target", help=TARGET_HELP)]
+TargetOption = Annotated[str, typer.Option("--target", help=TARGET_HELP, callback=checked_target)]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="Dtype of the target: float32, bfloat16 or float16.")]
 AttentionOption = Annotated[
     str | None,
@@ -42,6 +59,10 @@ TemperaturesOption = Annotated[
 BatchSizesOption = Annotated[
     list[int] | None, typer.Option("--batch-size", help="Prompts decoded together; repeatable; default: 1.")
 ]
+PromptsOption = Annotated[
+    str, typer.Option("--prompts", help="Prompts: 'embedded' or a file.", callback=checked_prompts)
+]
+MeasuredOption = Annotated[list[str], typer.Option("--drafter", help="As for `draftsmith eval`; repeatable.")]
 CountOption = Annotated[int | None, typer.Option("--count", help="Most prompts to use.")]
 DRAFTER_HELP = (
     "Drafter: a folder or Hub id, optionally with @revision, or without training: prompt-lookup, suffix, "
@@ -85,13 +106,22 @@ def measuring(target: str, drafters: Iterable[str], prompts: str) -> list[str]:
     return ["--target", target, *chosen, *(["--prompts", prompts] if prompts != "embedded" else [])]
 
 
+def checked_recipe(name: str, overrides: list[str] | None) -> "Recipe":
+    """Return a recipe whose target exists, if it is a local one."""
+    from draftsmith.train.recipe import load_recipe
+
+    recipe = load_recipe(name, overrides)
+    check_target_name(recipe.target.model)
+    return recipe
+
+
 def named_drafters(drafters: list[str]) -> dict[str, str]:
     """Return `name=folder` entries as a dict; a plain `folder` is named after its last part.
 
     Raises:
-        ConfigError: for a repeated name.
+        ConfigError: for a repeated name, and for a local folder that does not exist.
     """
-    from draftsmith.heads.checkpoint import is_named
+    from draftsmith.heads.configs import is_named
 
     named: dict[str, str] = {}
     for entry in map(os.path.expanduser, drafters):
@@ -102,6 +132,8 @@ def named_drafters(drafters: list[str]) -> dict[str, str]:
             name, folder = (specified_name(entry) if is_named(entry) else parts[-1] if parts else entry), entry
         if name in named:
             raise ConfigError(f"drafter={entry}: the name {name!r} is taken; expected name=folder with another name")
+        if not is_named(folder):
+            check_drafter_name(folder)
         named[name] = os.path.expanduser(folder)
     return named
 

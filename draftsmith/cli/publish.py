@@ -66,7 +66,7 @@ def import_(
 
 
 def push(
-    drafter: Annotated[Path, typer.Argument(help="A folder that `draftsmith train` wrote.")],
+    drafter: Annotated[Path, typer.Argument(help="A folder that `draftsmith train` wrote.", exists=True)],
     repo: Annotated[str, typer.Argument(help="Hub repository, user/name; created unless it exists.")],
     evaluation: Annotated[
         Path | None, typer.Option("--eval", help="Result of `draftsmith eval`: its folder or eval.json.")

@@ -31,7 +31,7 @@ from draftsmith.eval.session import Session
 from draftsmith.eval.settings import Settings
 from draftsmith.eval.stages import stage
 from draftsmith.heads.base import Drafter, TrainableDrafter
-from draftsmith.heads.checkpoint import is_named
+from draftsmith.heads.configs import is_named
 from draftsmith.heads.formats.common import RARE_IN_SGLANG, SGLANG, VLLM, vllm_type
 from draftsmith.heads.formats.registry import LAYOUTS
 from draftsmith.heads.model_config import context_limit

@@ -8,8 +8,9 @@ import torch
 from gguf_files import TEMPLATE, tiny_llama, write_gguf
 from transformers import LlamaForCausalLM
 
-from draftsmith.distill.load_target import check_target_name, load_target, load_tokenizer
+from draftsmith.distill.load_target import load_target, load_tokenizer
 from draftsmith.errors import ConfigError
+from draftsmith.names import check_target_name
 
 gguf = pytest.importorskip("gguf")
 PROMPT = torch.tensor([[5, 290, 33, 2, 5, 120]])

@@ -53,11 +53,12 @@ def test_bad_evaluations_stop_early(
 
 
 def test_bad_generation_and_training_stop_early(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    absent = str(tmp_path / "a" / "b")
-    assert _run(capsys, "generate", "x", "--target", absent)[0] == 2
+    assert _run(capsys, "generate", "x", "--target", str(tmp_path / "a" / "b"))[0] == 2
+    absent, asked = "user/absent", tmp_path / "p.jsonl"
+    asked.write_text("")
     assert _run(capsys, "generate", "x", "--target", "embedded", "--temperature", "-2")[0] == 2
     seed, out = f"{10**23}", str(tmp_path / "out")
-    regenerate = ["data", "regenerate", "p.jsonl", "--target", absent, "--out", out]
+    regenerate = ["data", "regenerate", str(asked), "--target", absent, "--out", out]
     for command in (
         ["generate", "x", "--target", absent, "--seed", seed],
         [*regenerate, "--seed", seed],
@@ -71,7 +72,7 @@ def test_bad_generation_and_training_stop_early(capsys: pytest.CaptureFixture, t
         ([*regenerate, "--batch-size", "0"], "--batch-size=0"),
         ([*regenerate, "--count", "0"], "--count=0"),
         ([*regenerate, "--response-tokens", "-1"], "--response-tokens=-1"),
-        (["data", "preview", "p.jsonl", "--target", absent, "--prompt-tokens", "0"], "--prompt-tokens=0"),
+        (["data", "preview", str(asked), "--target", absent, "--prompt-tokens", "0"], "--prompt-tokens=0"),
         (["generate", "x", "--target", absent, "--max-new-tokens", "0"], "max-new-tokens=0"),
     ):
         code, _, err = _run(capsys, *command)
@@ -110,11 +111,31 @@ def test_recipes_are_listed_and_printed(capsys: pytest.CaptureFixture) -> None:
     assert (out, err) == (shipped_recipes()["quickstart/mtp"], "next: draftsmith memory quickstart/mtp\n")
 
 
-@pytest.mark.parametrize("command", [["--help"], ["check", "--target", "t", "--drafter", "d", "--tokens", "120"]])
-def test_help_and_few_tokens_do_not_load_torch(command: list[str]) -> None:
-    program = f"import sys; from draftsmith.cli import main\ntry: main({command})\nexcept SystemExit: pass\n"
-    program += "assert 'torch' not in sys.modules, 'torch'"
-    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+def test_help_and_mistakes_in_names_load_no_torch(tmp_path: Path) -> None:
+    """They are told in less than a second of processor time, of which torch and transformers would take many."""
+    suffix = ["--target", "embedded", "--drafter", "suffix"]
+    commands = [
+        ["--help"],
+        ["data", "preview", "nosuch.jsonl", "--target", "embedded"],
+        ["eval", "--target", "./nosuch", "--drafter", "suffix"],
+        ["eval", "--target", "embedded", "--drafter", "./nosuch"],
+        ["eval", *suffix, "--prompts", "nosuch.jsonl"],
+        ["check", *suffix, "--tokens", "120"],
+        ["forecast", *suffix, "--prompts", "./nosuch"],
+        ["generate", "x", "--target", "nosuch.gguf"],
+        ["generate", "x", *suffix[:2], "--drafter", "./nosuch"],
+        ["forecast", *suffix[:2], "--drafter", "./nosuch"],
+        ["push", "nosuch", "user/name"],
+    ]
+    program = "import sys; from draftsmith.cli import main\n"
+    for command in commands:
+        program += (
+            f"try: main({command})\nexcept SystemExit as stop: assert stop.code == {2 * (command != ['--help'])}\n"
+        )
+        program += f"assert 'torch' not in sys.modules, {command}\n"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stderr.splitlines()) == len(commands) - 1, "a line each"
 
 
 def test_without_arguments_the_loop_is_shown(capsys: pytest.CaptureFixture) -> None:
