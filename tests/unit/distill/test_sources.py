@@ -12,8 +12,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.distill.chat_template import Chat, Encoded, template_text
-from draftsmith.distill.sources import conversation, looks_local, read_source
+from draftsmith.distill.sources import conversation, read_source
 from draftsmith.errors import ConfigError
+from draftsmith.names import prompts_look_local
 
 USER, ANSWER = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}
 PLAIN = (
@@ -67,8 +68,8 @@ def test_bad_files_are_refused_with_the_line(tmp_path: Path) -> None:
 
 
 def test_names_of_files_are_not_looked_for_on_the_hub() -> None:
-    assert all(map(looks_local, ("./a/b", "/a/b", "~/a", "a.jsonl", "a/b.jsonl", "a/b/c", "a")))
-    assert not looks_local("user/name")
+    assert all(map(prompts_look_local, ("./a/b", "/a/b", "~/a", "a.jsonl", "a/b.jsonl", "a/b/c", "a")))
+    assert not prompts_look_local("user/name")
 
 
 def test_every_kind_of_file_is_read(tmp_path: Path) -> None:
