@@ -191,7 +191,9 @@ class DFlashSection(VocabularyOption):
     anchors: Count = 64
     """Blocks trained per text, at random positions."""
     mask_token: Whole | None = None
-    """The token whose embedding initialises the mask's; by default the last."""
+    """The token whose embedding masks have; by default the last one with an embedding."""
+    trained_mask: bool = False
+    """Train an embedding for masks. GGUF files and the layouts of z-lab and DeepSpec have none beside the target's."""
     markov_rank: Annotated[Whole, Field(ge=0)] = 0
     """DSpark: rank of the bias by the token before; 0 for none."""
     markov_type: Literal["vanilla", "gated", "rnn"] = "vanilla"

@@ -98,6 +98,14 @@ class DFlashNetwork(DraftNetwork):
             weight_DH = weight_DH[self.vocabulary.tokens_D.to(weight_DH.device)]
         self.lm_head.weight.copy_(weight_DH)
 
+    def turn_masks(self, state_H: Tensor) -> None:
+        """Let the last layer's MLP add to the mask's embedding what makes it `state_H`, if no other layer adds any."""
+        layer = self.layers[-1]
+        assert isinstance(layer, BlockLayer)
+        mlp, read_H = layer.mlp, layer.post_attention_layernorm(self.mask_embedding)
+        inner_I = mlp.act_fn(mlp.gate_proj(read_H)) * mlp.up_proj(read_H)
+        mlp.down_proj.weight.copy_(torch.outer(state_H - self.mask_embedding, inner_I / inner_I.square().sum()))
+
     def project(self, features_nF: Tensor) -> Tensor:
         return self.hidden_norm(self.fc(features_nF))
 
@@ -185,13 +193,16 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         markov_rank: int = 0,
         markov_type: Kind = "vanilla",
         confidence_head: bool = False,
+        mask_token: int | None = None,
     ) -> None:
+        """See `from_target`; a `mask_token` is the one whose embedding the mask has, None for a trained embedding."""
         first, depth = 0 if sample_from_anchor else 1, body.num_hidden_layers
         seen = Windows(tuple(windows or [None] * depth), causal_windows)
         if len(seen.sizes) != depth or not all(size is None or (type(size) is int and size > 0) for size in seen.sizes):
             raise ConfigError.of("windows", windows, f"a number of tokens or null for each of the {depth} layers")
         super().__init__(DFlashNetwork(body, len(layers), first, seen, draft_vocab_size), layers)
-        self.block_size, self.anchors = block_size, anchors
+        self.block_size, self.anchors, self.mask_token = block_size, anchors, mask_token
+        self.body.mask_embedding.requires_grad_(mask_token is None)
         outputs = draft_vocab_size or body.vocab_size
         sizes = (body.vocab_size, markov_rank, outputs, body.hidden_size)
         self.markov = MarkovBias(*sizes, markov_type) if markov_rank else None
@@ -208,6 +219,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         layers: list[int] | None = None,
         anchors: int = 64,
         mask_token: int | None = None,
+        trained_mask: bool = False,
         sample_from_anchor: bool = False,
         draft_vocabulary: list[int] | None = None,
         markov_rank: int = 0,
@@ -219,12 +231,14 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         Args:
             layers: layers of the target that are read; by default five, evenly spaced.
             draft_vocabulary: tokens of an own lm_head, which starts as the target's; None: the target's is used.
-            mask_token: the token whose embedding initialises that of masks; by default the last.
+            mask_token: the token whose embedding masks have; by default the last one with an embedding.
+            trained_mask: train the mask's embedding, which some engines cannot read.
         """
         if block_size < 2:
             raise ConfigError.of("drafter.block_size", block_size, ">= 2: the anchor and one draft token")
         if anchors < 1:
             raise ConfigError.of("drafter.anchors", anchors, ">= 1")
+        token = default_mask_token(target, mask_token)
         drafter = cls(
             layer_config(target, num_hidden_layers),
             layers=five_depths(target) if layers is None else tuple(layers),
@@ -235,14 +249,14 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             markov_rank=markov_rank,
             markov_type=markov_type,
             confidence_head=confidence_head,
+            mask_token=None if trained_mask else token,
         )
         drafter.attach(target)
         with torch.no_grad():
             if draft_vocabulary is not None:
                 drafter.body.start_lm_head(target, draft_vocabulary)
             place = weight_of(target.get_input_embeddings()).device
-            token = torch.tensor(default_mask_token(target, mask_token), device=place)
-            drafter.body.mask_embedding.copy_(drafter.body.embed(token))
+            drafter.body.mask_embedding.copy_(drafter.body.embed(torch.tensor(token, device=place)))
         return drafter
 
     def choose_tokens(self, target: PreTrainedModel, tokens: list[int]) -> None:
@@ -270,7 +284,11 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         else:
             body.lm_head.weight.mul_(typical_sizes(final_states_of(first.signals)))
             state_H = body.mask_embedding
-        body.mask_embedding.copy_(state_H / state_H.square().mean().sqrt().clamp_min(1e-6))
+        state_H = state_H / state_H.square().mean().sqrt().clamp_min(1e-6)
+        if self.mask_token is None:
+            body.mask_embedding.copy_(state_H)
+        elif body.lm_head is None:
+            body.turn_masks(state_H)
 
     def options(self) -> dict[str, Any]:
         return {
@@ -283,6 +301,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             "markov_rank": 0 if self.markov is None else self.markov.markov_w1.embedding_dim,
             "markov_type": "vanilla" if self.markov is None else self.markov.kind,
             "confidence_head": self.confidence is not None,
+            "mask_token": self.mask_token,
         }
 
     def start(self, context: Context) -> None:

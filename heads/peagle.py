@@ -175,9 +175,17 @@ class ParallelEagle(NetworkDrafter[Eagle3Network], PathIndependentDrafter):
 
 
 def default_mask_token(target: PreTrainedModel, wanted: int | None) -> int:
-    """Return `wanted`, by default the target's last token; raise ConfigError for a token outside its vocabulary."""
-    vocab_size = weight_of(target.get_input_embeddings()).shape[0]
-    token = vocab_size - 1 if wanted is None else wanted
-    if not 0 <= token < vocab_size:
-        raise ConfigError.of("drafter.mask_token", token, f"0 to {vocab_size - 1}")
-    return token
+    """Return `wanted`, by default the target's last token whose embedding is not zero, as that of padding may be.
+
+    Raises:
+        ConfigError: for a token outside the vocabulary, or one whose embedding is zero.
+    """
+    weight_VH = weight_of(target.get_input_embeddings())
+    last = len(weight_VH) - 1
+    tokens = range(last, -1, -1) if wanted is None else (wanted,)
+    for token in tokens:
+        if not 0 <= token <= last:
+            raise ConfigError.of("drafter.mask_token", token, f"0 to {last}")
+        if not (weight_VH[token] == 0).all():
+            return token
+    raise ConfigError.of("drafter.mask_token", wanted, "a token whose embedding is not zero")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from accelerate import Accelerator
 from conftest import make_llama, make_tokenizer, mostly_slow
 from parity.published_files import Tensors, six_layers, written
@@ -27,7 +26,6 @@ from draftsmith.cli import main
 from draftsmith.distill.load_target import load_target
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, save_drafter
-from draftsmith.heads.dflash import DFlash
 from draftsmith.hub.export import export_drafter
 from draftsmith.train import trainer as loop
 from draftsmith.train.recipe import load_recipe
@@ -67,9 +65,6 @@ def trained(recipe_file: Path, output: Path, *overrides: str) -> tuple[Trainable
     first.train()
     first.record.close()
     drafter = first.drafter.eval()
-    if isinstance(drafter, DFlash):  # most layouts have no place for a trained mask
-        with torch.no_grad():
-            drafter.body.mask_embedding.copy_(first.target.model.get_input_embeddings().weight[-1])
     return drafter, losses(output)
 
 

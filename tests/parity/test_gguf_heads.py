@@ -52,13 +52,12 @@ def test_eagle3(normed: bool, tmp_path: Path, target: LlamaForCausalLM) -> None:
 def test_dflash(kind: str, trained: bool, tmp_path: Path, target: LlamaForCausalLM) -> None:
     """Rows as in transformers; embeddings, and the target's lm_head beside them, only for a trained mask."""
     options: dict[str, Any] = {"block_size": 5, "num_hidden_layers": 1}
+    options |= {"trained_mask": True} if trained else {"mask_token": 17}
     options |= {"draft_vocabulary": KEPT} if "40" in kind else {}
     anchored, dspark = "anchor" in kind, "dspark" in kind
     options |= {"markov_rank": 3, "confidence_head": anchored, "sample_from_anchor": anchored} if dspark else {}
     drafter = made("dflash", target, **options)
     embeddings = target.get_input_embeddings().weight
-    if not trained:
-        drafter.body.mask_embedding.data.copy_(embeddings[17])
     result = written(drafter, target, tmp_path / "out")
     keys, tensors = read(result.folder)
     state = drafter.state_dict()

@@ -132,9 +132,8 @@ def test_eagle3_drafts_the_same(name: str, tmp_path: Path, target: LlamaForCausa
 @pytest.mark.parametrize("name", [name for name in HEADS if name.startswith("d")])
 def test_blocks_are_drafted_the_same(name: str, trained: bool, tmp_path: Path, target: LlamaForCausalLM) -> None:
     """Logits along the tokens that llama.cpp's Markov head chooses, and the confidence in them."""
-    drafter = made("dflash", target, **{"block_size": 4, **HEADS[name][1]})
-    if not trained:
-        drafter.body.mask_embedding.data.copy_(target.get_input_embeddings().weight[MASK])
+    options = {"trained_mask": True} if trained else {"mask_token": MASK}
+    drafter = made("dflash", target, **{"block_size": 4, **options, **HEADS[name][1]})
     engine, mask = engine_of(drafter, target, tmp_path), VOCAB - 1 if trained else MASK
     logits, confidences = engine.block(READ, AFTER[0], mask, 4)
     first = drafter.body.first
@@ -181,9 +180,8 @@ def test_the_converter_writes_the_same(name: str, dtype: str, tmp_path: Path, ta
     if name in MODELS:
         drafter = draft_model(target, name.split(",")[0].split()[0], **MODELS[name])
     else:
-        drafter = made(kind, target, **options)
-    if kind == "dflash":  # the converter reads no trained mask from this layout
-        drafter.body.mask_embedding.data.copy_(target.get_input_embeddings().weight[17])
+        masked = {"mask_token": 17} if kind == "dflash" else {}
+        drafter = made(kind, target, **options, **masked)
     target.save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
     ours = written(drafter, target, tmp_path / "ours", dtype, tokenizer=tokenizer).folder

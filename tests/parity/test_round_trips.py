@@ -364,9 +364,12 @@ def test_deepspecs_dspark_in_speculators_layout(tmp_path: Path, target: LlamaFor
 
 
 UNSUITED: dict[str, tuple[dict[str, Any], str]] = {
-    "a trained mask": ({}, "a trained mask embedding; expected the embedding of a token, or format=vllm"),
+    "a trained mask": (
+        {"trained_mask": True},
+        "a trained mask embedding; expected the embedding of a token, or format=vllm",
+    ),
     "a trained mask of DSpark": (
-        {"sample_from_anchor": True},
+        {"sample_from_anchor": True, "trained_mask": True},
         "a trained mask embedding; expected the embedding of a token, or format=vllm",
     ),
     "Markov": ({"markov_rank": 3}, "markov_rank=3; expected 0, or format=vllm"),
