@@ -217,7 +217,9 @@ def rate_of(setting: str, wanted: dict[str, Any]) -> float:
     if not setting.startswith("x"):
         return float(setting)
     width = width_of(loaded(wanted["target"]).model.config)
-    return float(f"{float(setting[1:]) * default_rate(recipe_of(wanted), width):.2e}")
+    default = default_rate(recipe_of(wanted), width)
+    assert default is not None, "Muon and AdamW have default rates"
+    return float(f"{float(setting[1:]) * default:.2e}")
 
 
 def run(wanted: dict[str, Any]) -> dict[str, Any]:

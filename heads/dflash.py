@@ -36,7 +36,7 @@ from draftsmith.heads.markov import Kind, MarkovBias
 from draftsmith.heads.model_config import text_config
 from draftsmith.heads.peagle import default_mask_token
 from draftsmith.heads.rows import Counts
-from draftsmith.heads.start import best_state, final_states_of, silence, typical_sizes
+from draftsmith.heads.start import best_state, copied_share, final_states_of, silence, typical_sizes
 
 # Shapes: B rows, T positions, F size of the features, A anchors, b block size, K draft positions (b, or b - 1 where the
 # anchor's position predicts nothing), S keys, H hidden size, h heads, d head size, V vocabulary, D draft vocabulary.
@@ -282,7 +282,12 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             state_H = best_state(body.target_head, first.frequencies_V, body.config.hidden_size)
             nn.init.constant_(body.norm.weight, float(state_H.square().mean().sqrt().clamp_min(1e-3)))
         else:
-            body.lm_head.weight.mul_(typical_sizes(final_states_of(first.signals)))
+            # Masks have one state, which does not show by how much the copied lm_head's logits vary.
+            hidden_nH, tokens_D = final_states_of(first.signals), self.draft_vocabulary
+            u_V = first.frequencies_V
+            u_D = u_V if tokens_D is None else u_V[tokens_D.tokens_D.to(u_V.device)]
+            share = copied_share(hidden_nH @ body.lm_head.weight.float().T, u_D / u_D.sum())
+            body.lm_head.weight.mul_(share * typical_sizes(hidden_nH))
             state_H = body.mask_embedding
         state_H = state_H / state_H.square().mean().sqrt().clamp_min(1e-6)
         if self.mask_token is None:
