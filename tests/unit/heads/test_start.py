@@ -126,6 +126,21 @@ def test_no_worse_than_a_constant(family: str, target: str) -> None:
     assert losses.mean() <= best_constant_loss(signals, model, tokens_D) + 0.3, losses
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("target", TARGETS)
+def test_masks_of_one_state_do_not_hide_how_much_the_lm_head_varies(target: str) -> None:
+    """DFlash's masks have one state at first, at which any share of the copied lm_head gives the same logits."""
+    model, first_BT, _, counts_V = samples(target)
+    torch.manual_seed(0)
+    drafter = HEADS["dflash"].from_target(model, block_size=4, draft_vocabulary=list(range(64))).eval()
+    signals = signals_of(model, drafter, first_BT)
+    fit_start(drafter, FirstBatch(signals, frequencies(counts_V)))
+    states_nH = signals.hidden_BTH[signals.mask_BT]
+    (head, *_) = drafter.own_lm_heads()
+    assert copied_share(head(states_nH / typical_sizes(states_nH)), frequencies(counts_V)) > 0.9
+    assert copied_share(model.lm_head(states_nH), frequencies(counts_V)) < 0.5, "that of the target varies more"
+
+
 def test_frequencies_of_tokens_that_never_occurred() -> None:
     """Of ten tokens two occurred once: a fifth of the probability is shared by all tokens."""
     counts_V = torch.tensor([5, 3, 1, 1, 0])
