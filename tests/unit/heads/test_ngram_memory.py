@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from draftsmith.heads.ngram_memory import LEAST, MOST, NgramMemory
+from draftsmith.heads.ngram_memory import LEAST, MOST, RECENT, NgramMemory
 
 STORY = [3, 8, 1, 9, 4, 7, 2, 6, 11, 15, 12, 10]
 
@@ -75,9 +75,20 @@ def test_scores_stay_at_the_largest_one() -> None:
 
 def test_a_token_that_is_wrong_again_and_again_is_replaced() -> None:
     memory = NgramMemory(4096)
-    read_often(memory, [1, 2, 3, 4], 2000)  # earlier predictions count less
-    read_often(memory, [1, 2, 3, 5], 1000)
+    read_often(memory, [1, 2, 3, 4], 30)
+    read_often(memory, [1, 2, 3, 5], 30)
     assert memory.propose([1, 2, 3], room=1)[0] == [5]
+
+
+def test_recent_predictions_count_more() -> None:
+    memory = NgramMemory(2**14)
+    read_often(memory, STORY, 4 * RECENT)
+    assert memory.propose(STORY[:2], room=1)[1] > 0.99
+    for place in range(100, 100 + 2 * RECENT, 2):  # right until the score is the largest, then wrong once
+        read_often(memory, [place, place + 1, 7], 16)
+        memory.read([place, place + 1, 8], 0)
+    read_often(memory, [20, 21, 7], 16)
+    assert memory.propose([20, 21], room=1)[1] < 0.8
 
 
 def test_a_small_memory_forgets_and_does_not_grow() -> None:
