@@ -11,7 +11,6 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from draftsmith.decode.mixed_batch import MixedBatch
 from draftsmith.decode.sampling import index_at
 from draftsmith.decode.uniforms import first_uniforms, round_keys, signed, uniforms
 from draftsmith.heads.draft_tree import DraftBatch
@@ -66,7 +65,7 @@ class Draws(Protocol):
         """Return the token [B] after the accepted path, in proportion to its weights, which are not all zero."""
         ...
 
-    def along(self, weights_BPV: Tensor, draft: DraftBatch | MixedBatch) -> Tensor:
+    def along(self, weights_BPV: Tensor, draft: DraftBatch) -> Tensor:
         """Return [B, P]: a token after every place, in proportion to its weights [V].
 
         Only the tokens along one path have a meaning: the one on which each node holds the token that was drawn after
@@ -124,7 +123,7 @@ class SeededDraws:
     def next(self, weights_BV: Tensor) -> Tensor:
         return index_at(weights_BV, self._numbers(2, 1))[:, 0]
 
-    def along(self, weights_BPV: Tensor, draft: DraftBatch | MixedBatch) -> Tensor:
+    def along(self, weights_BPV: Tensor, draft: DraftBatch) -> Tensor:
         numbers_BP = self._numbers(2, weights_BPV.shape[1])
         if not draft.is_chain:  # places of equal depth use the same number: no path has two of them
             numbers_BP = numbers_BP.gather(1, draft.depths().expand(weights_BPV.shape[:2]))

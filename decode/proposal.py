@@ -9,9 +9,8 @@ from draftsmith.decode.cache.committed import CommittedTokens, StoredContexts
 from draftsmith.decode.draft_builder import DraftBuilder
 from draftsmith.decode.draws import Draws
 from draftsmith.decode.fixed_drafts import contexts_of
-from draftsmith.decode.mixed_batch import MixedBatch, united
 from draftsmith.decode.verification import Outcome, Rule, VerifyResult, takes_mixed, takes_united
-from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, DrawnDraft, Parents, path_to
+from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, DrawnDraft, Parents, children_of, path_to
 from draftsmith.heads.rows import Rows
 
 # Shapes: B texts, N draft nodes, Q = 1 + the most nodes of a text.
@@ -19,7 +18,7 @@ from draftsmith.heads.rows import Rows
 NO_DRAFT = Draft()
 CHAIN, TREES = "drawn chain", "drawn trees"
 """Kinds of drawn drafts that are verified together."""
-Group = tuple[list[int], DraftBatch | MixedBatch, Draws]
+Group = tuple[list[int], DraftBatch, Draws]
 """Rows whose drafts are verified together, the drafts and the random draws of these rows."""
 
 
@@ -116,13 +115,13 @@ class Proposal:
         return groups
 
     @staticmethod
-    def _batch(kind: Hashable, drafts: list[Draft], device: torch.device) -> DraftBatch | MixedBatch:
+    def _batch(kind: Hashable, drafts: list[Draft], device: torch.device) -> DraftBatch:
         if kind == CHAIN:
             return DraftBatch.of_chains(drafts, device)
         same = len({draft.parents for draft in drafts}) == 1
-        return DraftBatch.of(drafts, device) if same else MixedBatch(drafts, device)
+        return DraftBatch.of(drafts, device) if same else DraftBatch.mixed(drafts, device)
 
-    def _united(self, rows: list[int], device: torch.device) -> list[tuple[list[int], DraftBatch | MixedBatch]]:
+    def _united(self, rows: list[int], device: torch.device) -> list[tuple[list[int], DraftBatch]]:
         """Return drawn trees in batches, with their rows.
 
         A batch holds p and q [V] of every node of its shape for each of its texts. To limit this memory, rows are
@@ -144,6 +143,27 @@ class Proposal:
         return [slot for slot in slots if slot is not None]
 
 
+def united(shapes: Sequence[Parents]) -> tuple[Parents, list[list[int]]]:
+    """Return the smallest shape that contains these, and for each of them its node, or `NO_NODE`, at every node of it.
+
+    Siblings keep their order: the first child of a node is the first child of it in every shape that has it.
+    """
+    parents: list[int] = []
+    nodes: dict[tuple[int, int], int] = {}
+    """By parent and order among its children."""
+    own: list[dict[int, int]] = []
+    for shape in shapes:
+        place, children = {ROOT: ROOT}, children_of(shape)
+        for node, parent in enumerate(shape):
+            key = place[parent], children[parent + 1].index(node)
+            if key not in nodes:
+                nodes[key] = len(parents)
+                parents.append(key[0])
+            place[node] = nodes[key]
+        own.append({united: node for node, united in place.items()})
+    return tuple(parents), [[of_text.get(node, NO_NODE) for node in range(len(parents))] for of_text in own]
+
+
 def _kind(draft: Draft, rule: Rule | None) -> Hashable:
     """Return a value that is equal for drafts that are verified together; see `Proposal.groups`."""
     if isinstance(draft, DrawnDraft) and draft.tokens:
@@ -162,9 +182,7 @@ def p_of(group: Group, p_BQV: Tensor) -> Tensor:
     return p_BQV if len(rows) == len(p_BQV) else p_BQV[rows, : len(batch) + 1]
 
 
-def result_of(
-    outcome: Outcome, batch: DraftBatch | MixedBatch, number: int, values: Sequence[float], draft: Draft
-) -> VerifyResult:
+def result_of(outcome: Outcome, batch: DraftBatch, number: int, values: Sequence[float], draft: Draft) -> VerifyResult:
     """Return the result for the text of this number in a batch, from its packed values."""
     result = outcome.result(values, draft)
     if batch.own is None:

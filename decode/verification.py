@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from draftsmith.decode.draws import Draws
-from draftsmith.decode.mixed_batch import MixedBatch
 from draftsmith.decode.tree_rules import siblings_rule, traversal_rule
 from draftsmith.decode.verification_rules import (
     Decided,
@@ -112,12 +111,12 @@ def takes_united(rule: Rule | None) -> bool:
     return rule is None or rule.unites
 
 
-def verify_batch(rule: Rule | None, p_BPV: Tensor, draft: DraftBatch | MixedBatch, draws: Draws) -> Outcome:
+def verify_batch(rule: Rule | None, p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
     """Apply a batched rule (None: `best_rule`) to drafts; ConfigError for drafts for which the rule is wrong.
 
     Drafts of different shapes are verified by the point-mass rule, and need a rule for which `takes_mixed` is True.
     """
-    if isinstance(draft, MixedBatch):
+    if draft.shapes is not None:
         assert takes_mixed(rule), "other rules verify drafts of one shape"
         return point_mass_rule(p_BPV, draft, draws)
     if len(draft) == 0:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.draws import NOT_DRAWN, Draws
-from draftsmith.decode.mixed_batch import MixedBatch
 from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, DrawnBatch, depths_of, path_to
 
 # Shapes: B texts, N draft nodes, P = N + 1 places, D levels of the draft, V vocabulary.
@@ -242,7 +241,7 @@ def verify_greedy(target_tokens: Sequence[int], draft: Draft) -> VerifyResult:
         node = match
 
 
-def point_mass_rule(p_BPV: Tensor, draft: DraftBatch | MixedBatch, draws: Draws) -> Outcome:
+def point_mass_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
     """Draw y ~ p; descend if y is among the children, otherwise y is the next token.
 
     Every emitted token is a draw from p, so the rule is exact for any choice of candidates. It accepts with probability
@@ -251,7 +250,7 @@ def point_mass_rule(p_BPV: Tensor, draft: DraftBatch | MixedBatch, draws: Draws)
     return TargetTokens(draws.along(p_BPV, draft), _candidates(p_BPV, draft))
 
 
-def _candidates(p_BPV: Tensor, draft: DraftBatch | MixedBatch) -> Tensor:
+def _candidates(p_BPV: Tensor, draft: DraftBatch) -> Tensor:
     """Return the probability [B, P] of the children of each place, which hold different tokens."""
     place_BN = draft.places().expand(len(p_BPV), -1)
     p_BN = _of_tokens(p_BPV, draft.tokens_BN, place_BN)

@@ -227,7 +227,7 @@ def _drawn(tokens: tuple[int, ...], parents: Parents, q: tuple[Tensor, ...]) -> 
 
 
 class DraftBatch:
-    """Drafts of one shape for B texts, whose tokens are on the device.
+    """Drafts of B texts, whose tokens are on the device. They have one shape, or come from `mixed`.
 
     `tokens_BN`: [B, N]. `valid_BN`: bool, False where a text has no such node; no node of it is below one. None: all
     texts have all nodes. `own`: for each text the nodes of its draft that these are, or `NO_NODE`; None: the same.
@@ -237,6 +237,10 @@ class DraftBatch:
     own: list[list[int]] | None = None
     own_BN: Tensor | None = None
     """`own` on the device."""
+    shapes: list[Parents] | None = None
+    """The shape of each text's draft, where they differ; `parents` is empty then."""
+    _places_BN: Tensor | None = None
+    _depths_BP: Tensor | None = None
 
     def __init__(self, tokens_BN: Tensor, parents: Parents, valid_BN: Tensor | None = None) -> None:
         self.tokens_BN, self.parents, self.valid_BN = tokens_BN, parents, valid_BN
@@ -251,6 +255,21 @@ class DraftBatch:
             return DraftBatch(tokens_BN, first.parents)
         q = [draft.q for draft in drafts if isinstance(draft, DrawnDraft)]
         return _drawn_batch(tokens_BN, first.parents, None, tuple(torch.stack(rows) for rows in zip(*q, strict=True)))
+
+    @staticmethod
+    def mixed(drafts: Sequence[Draft], device: torch.device | None = None) -> "DraftBatch":
+        """Return chosen drafts of different shapes as a batch, which only the point-mass rule verifies."""
+        assert not any(draft.drawn for draft in drafts)
+        most = max(map(len, drafts))
+        values = [
+            [[0, *own, *[0] * (most - len(draft))] for own in (draft.tokens, draft.parents, draft.depths)]
+            for draft in drafts
+        ]
+        tokens_BP, parents_BP, depths_BP = torch.tensor(values, device=device).unbind(1)
+        batch = DraftBatch(tokens_BP[:, 1:], (), depths_BP[:, 1:] > 0)
+        batch.shapes = [draft.parents for draft in drafts]
+        batch._places_BN, batch._depths_BP = parents_BP[:, 1:] + 1, depths_BP
+        return batch
 
     @staticmethod
     def of_chains(drafts: Sequence[Draft], device: torch.device | None = None) -> "DrawnBatch":
@@ -290,18 +309,22 @@ class DraftBatch:
     @property
     def is_chain(self) -> bool:
         """True if every token is the child of the one before it."""
-        return self.parents == chain_parents(len(self.parents))
+        return self.parents == chain_parents(len(self))
 
     def parents_of(self, row: int) -> Parents:
         """Return the shape of one text's draft, without regard to `valid_BN`."""
-        return self.parents
+        return self.parents if self.shapes is None else self.shapes[row]
 
     def places(self) -> Tensor:
-        """Return the place [1, N] of each node's parent: 0 for `ROOT`, i + 1 for node i."""
+        """Return the place [1, N] or [B, N] of each node's parent: 0 for `ROOT`, i + 1 for node i."""
+        if self._places_BN is not None:
+            return self._places_BN
         return torch.tensor([[parent + 1 for parent in self.parents]], device=self.tokens_BN.device)
 
     def depths(self) -> Tensor:
-        """Return the depth [1, N + 1] of each place."""
+        """Return the depth [1, N + 1] or [B, N + 1] of each place."""
+        if self._depths_BP is not None:
+            return self._depths_BP
         return torch.tensor([[0, *depths_of(self.parents)]], device=self.tokens_BN.device)
 
     def number(self, node: int) -> int | Tensor:
@@ -309,7 +332,7 @@ class DraftBatch:
         return node if self.own_BN is None else self.own_BN[:, node].clamp_min(0)
 
     def __len__(self) -> int:
-        return len(self.parents)
+        return self.tokens_BN.shape[1]
 
 
 class DrawnBatch(DraftBatch):

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from draftsmith.decode.draws import NOT_DRAWN, MakeDraws, Node
 from draftsmith.decode.loop import DecodeLoop
-from draftsmith.decode.mixed_batch import MixedBatch
 from draftsmith.decode.proposal import Proposal, p_of, result_of
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.verification import Rule, VerifyResult, verify_batch
@@ -136,7 +135,7 @@ class RowDraws:
     def next(self, weights_BV: Tensor) -> Tensor:
         return torch.tensor([self._token(row, "target", 0, weights_V) for row, weights_V in enumerate(weights_BV)])
 
-    def along(self, weights_BPV: Tensor, draft: DraftBatch | MixedBatch) -> Tensor:
+    def along(self, weights_BPV: Tensor, draft: DraftBatch) -> Tensor:
         B, places = weights_BPV.shape[:2]
         tokens = [[NOT_DRAWN] * places for _ in range(B)]
         nodes = draft.tokens_BN.tolist()

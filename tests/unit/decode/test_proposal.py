@@ -6,8 +6,7 @@ from exact.enumeration import drawn_draft
 from exact.wrong_rules import Seeded
 
 from draftsmith.decode.draws import seeded_draws
-from draftsmith.decode.mixed_batch import united
-from draftsmith.decode.proposal import NO_DRAFT, Group, Proposal, p_of, read_outcomes
+from draftsmith.decode.proposal import NO_DRAFT, Group, Proposal, p_of, read_outcomes, united
 from draftsmith.decode.verification import RULES, verify_batch
 from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch
 
