@@ -116,10 +116,9 @@ class Proposal:
 
     @staticmethod
     def _batch(kind: Hashable, drafts: list[Draft], device: torch.device) -> DraftBatch:
-        if kind == CHAIN:
-            return DraftBatch.of_chains(drafts, device)
-        same = len({draft.parents for draft in drafts}) == 1
-        return DraftBatch.of(drafts, device) if same else DraftBatch.mixed(drafts, device)
+        if len({draft.parents for draft in drafts}) == 1:
+            return DraftBatch.of(drafts, device)
+        return DraftBatch.of_chains(drafts, device) if kind == CHAIN else DraftBatch.mixed(drafts, device)
 
     def _united(self, rows: list[int], device: torch.device) -> list[tuple[list[int], DraftBatch]]:
         """Return drawn trees in batches, with their rows.

@@ -272,20 +272,13 @@ class DraftBatch:
         return batch
 
     @staticmethod
-    def of_chains(drafts: Sequence[Draft], device: torch.device | None = None) -> "DrawnBatch":
+    def of_chains(drafts: Sequence[Draft], device: torch.device | None = None) -> "DraftBatch":
         """Return drawn chains of at least one token each as a batch of the longest one's shape."""
-        chains = [draft for draft in drafts if isinstance(draft, DrawnDraft) and draft.is_chain]
-        assert len(chains) == len(drafts)
-        longest, valid_BN = max(chains, key=len), None
-        nodes, lengths = range(len(longest)), [len(chain) for chain in chains]
-        # Where a text has no node, its last one is repeated, so that p/q is a number everywhere.
-        held = [[min(node, length - 1) for node in nodes] for length in lengths]
-        rows = [[chain.tokens[node] for node in own] for chain, own in zip(chains, held, strict=True)]
-        q = zip(*([chain.q[node] for node in own] for chain, own in zip(chains, held, strict=True)), strict=True)
-        if min(lengths) < len(longest):
-            valid_BN = torch.tensor([[node < length for node in nodes] for length in lengths], device=device)
-        tokens_BN, q = torch.tensor(rows, device=device), tuple(map(torch.stack, q))
-        return _drawn_batch(tokens_BN, longest.parents, valid_BN, q)
+        longest = max(drafts, key=len)
+        own = [[node if node < len(draft) else NO_NODE for node in range(len(longest))] for draft in drafts]
+        batch = DraftBatch.of_trees(drafts, longest.parents, own, device)
+        batch.own = batch.own_BN = None  # the nodes that a chain has are those of the longest one
+        return batch
 
     @staticmethod
     def of_trees(
