@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from exact.enumeration import BranchingRng, drawn_draft, verify
+from exact.enumeration import BranchingRng, RowDraws, drawn_draft, verify
 
 from draftsmith.decode.verification import RULES, best_rule
 from draftsmith.errors import ConfigError
-from draftsmith.heads.draft_tree import ROOT, Draft, DrawnDraft
+from draftsmith.heads.draft_tree import ROOT, Draft, Drawing, DrawnDraft, draw_together
 
 Q_V = torch.tensor([0.1, 0.2, 0.3, 0.3, 0.1], dtype=torch.float64)
 RATIO_RULES = ("token", "block", "siblings-without-replacement", "traversal")
@@ -75,3 +75,12 @@ def test_a_drawn_draft_cannot_be_made_by_hand() -> None:
     with pytest.raises(TypeError, match="Drawing"):
         replace(CHAIN, tokens=(3, 2))
     assert type(DrawnDraft.chain([2, 3])) is Draft
+
+
+def test_every_draw_of_a_level_has_a_number_of_its_own() -> None:
+    """`RowDraws` refuses a number that is drawn twice."""
+    drawing, draws = Drawing(), RowDraws([BranchingRng()])
+    for parents, counts in (([ROOT], [2]), ([0, 1], [2, 2])):
+        q_nV = Q_V.expand(len(parents), -1)
+        draw_together([drawing], [parents], [counts], q_nV, [0], draws.drafted, may_empty=False, chances=False)
+    assert drawing.draft().parents == (ROOT, ROOT, 0, 0, 1, 1)
