@@ -34,14 +34,13 @@ from draftsmith import SpeculativeDecoder, load_drafter
 from draftsmith.decode.policies import Chain, Policy, policy_named
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.distill.load_target import LoadedTarget, load_target
+from draftsmith.eval.baseline import fastest_threads, threads
 from draftsmith.eval.diagnostics import difference_measure, summary
 from draftsmith.eval.evaluation import evaluate
 from draftsmith.eval.forecast.expected_rounds import ExpectedRounds, accepted, needs_replay, of_rounds, retrieved
 from draftsmith.eval.forecast.hardware import depth_of, measure_hardware, pass_costs
-from draftsmith.eval.forecast.profile import CostModel
+from draftsmith.eval.forecast.profile import CostModel, numbers
 from draftsmith.eval.forecast.replay import replay
-from draftsmith.eval.forecast.speed import numbers
-from draftsmith.eval.harness import fastest_threads, threads
 from draftsmith.eval.prompts import Prompt, load_prompts
 from draftsmith.eval.settings import Settings
 from draftsmith.eval.teacher_forced import (

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria, StopStringCr
 from draftsmith.decode.policies.base import Policy
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.processor_inputs import ProcessorInputs
+from draftsmith.metrics import acceptance_at, alpha, position_counts, tau
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class DecodeOutput:
     @property
     def acceptance_length(self) -> float:
         """tau: mean number of tokens committed per target forward pass, including the bonus or correction."""
-        return self.decode_tokens / len(self.rounds) if self.rounds else 0.0
+        return tau(self.decode_tokens, len(self.rounds))
 
     @property
     def drafted(self) -> list[bool]:
@@ -85,27 +86,19 @@ class DecodeOutput:
         return flags
 
     @property
+    def overlaps(self) -> list[float]:
+        """Sum over v of min(p_v, q_v) at each tested draft position."""
+        return [value for record in self.rounds for value in record.overlap]
+
+    @property
     def alpha(self) -> float:
-        """Mean of sum_v min(p_v, q_v) over the tested draft positions; 0 without any."""
-        overlaps = [value for record in self.rounds for value in record.overlap]
-        return sum(overlaps) / len(overlaps) if overlaps else 0.0
+        """Mean of `overlaps`; 0 without any."""
+        return alpha(sum(self.overlaps), len(self.overlaps))
 
     @property
     def acceptance_at(self) -> list[float]:
-        """Measured acceptance at each draft position; see `acceptance_at`."""
-        return acceptance_at(self.rounds)
-
-
-def acceptance_at(rounds: list[Round]) -> list[float]:
-    """Return for each draft position the share of accepted tokens.
-
-    Counted over the rounds that accepted all earlier positions and had a draft token after them.
-    """
-    shares = []
-    for position in range(max((record.tested for record in rounds), default=0)):
-        accepted = [record.accepted > position for record in rounds if record.tested > position]
-        shares.append(sum(accepted) / len(accepted))
-    return shares
+        """Measured acceptance at each draft position, given that the positions before it were accepted."""
+        return acceptance_at([position_counts(self.rounds)])
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.model_config import context_limit, eos_tokens
 from draftsmith.locks import hold_cache
+from draftsmith.metrics import tau
 from draftsmith.provenance import fingerprint, fingerprint_of_numbers, model_fingerprint
 from draftsmith.safe_text import Terminal
 from draftsmith.storage import atomic_folder, cache_dir, write_json, writing
@@ -231,7 +232,7 @@ def sampling_counts(folder: Path, responses: int = 1) -> dict[str, float]:
     them, or if nothing was decoded in rounds.
     """
     counts = _summed([place / COUNTS for place in response_folders(folder, responses)])
-    return {"tau": counts["tokens"] / counts["rounds"], **counts} if counts.get("rounds") else {}
+    return {"tau": tau(counts["tokens"], counts["rounds"]), **counts} if counts.get("rounds") else {}
 
 
 def target_key(sampler: Sampler, questions: Dataset) -> str:

@@ -1,9 +1,21 @@
-"""Progress bars; a line now and then where there is no terminal."""
+"""Progress bars, and the named stages of a long call; a line now and then where there is no terminal."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import Event, Thread
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from draftsmith.safe_text import Terminal
 
 
 def clock(seconds: float) -> str:
@@ -48,3 +60,24 @@ class Bars(Progress):
     def _print_lines(self) -> None:
         while not self._ended.wait(self.seconds):
             self.console.print(self.make_tasks_table(self.tasks))
+
+
+@contextmanager
+def stage(name: str, total: int | None = None, *, shown: bool = True) -> Iterator[Callable[..., None]]:
+    """Show `name` and the elapsed time on stderr and, if the number of parts is known, a bar and the time left.
+
+    Yields a function to call after each part, or with a number of parts. If stderr is not a terminal, print the name,
+    and a line every ten seconds.
+    """
+    console = Terminal(stderr=True)
+    if shown and not console.is_terminal:
+        console.print(f"  stage: {name}", markup=False, soft_wrap=True)
+    left = () if total is None else (BarColumn(), MofNCompleteColumn(), time_left())
+    columns = (TextColumn("{task.description}"), TimeElapsedColumn(), *left)
+    with Bars(*columns, console=console, disable=not shown, transient=not console.is_terminal) as bar:
+        task = bar.add_task(name, total=total)
+
+        def done(parts: float = 1) -> None:
+            bar.advance(task, parts)
+
+        yield done

@@ -9,11 +9,10 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from draftsmith.errors import ConfigError
-from draftsmith.eval.metrics import Draws, Series, percentiles, ratio, resampled_speedups, resampled_taus, speedup, tau
-from draftsmith.eval.plots import short_policy
 from draftsmith.eval.prompts import OVERALL
-from draftsmith.eval.results import StoredEvaluation
+from draftsmith.eval.results import StoredEvaluation, short_policy
 from draftsmith.eval.settings import BASELINE, Variant
+from draftsmith.metrics import Draws, Series, percentiles, ratio, resampled_speedups, resampled_taus, speedup, tau
 
 MATTER = ("max_new_tokens", "top_k", "top_p", "seed", "dtype", "attn_implementation")
 """Settings that have to be equal, in addition to the fingerprints of target and prompts. Temperatures, drafters, draft
@@ -115,7 +114,7 @@ def _measured(evaluation: StoredEvaluation) -> dict[Condition, dict[Variant, Ser
     by_condition: dict[Condition, dict[Variant, Series]] = {}
     for entry in evaluation["measurements"]:
         place = (entry["temperature"], entry["batch_size"])
-        by_condition.setdefault(place, {})[(entry["drafter"], entry["policy"])] = Series.from_json(entry)
+        by_condition.setdefault(place, {})[(entry["drafter"], entry["policy"])] = entry
     if not by_condition:
         raise ConfigError("an eval.json without measurements (a model card's) cannot be compared; expected a report's")
     return by_condition
@@ -123,7 +122,7 @@ def _measured(evaluation: StoredEvaluation) -> dict[Condition, dict[Variant, Ser
 
 def _require_comparable(a: StoredEvaluation, b: StoredEvaluation) -> None:
     values: list[tuple[str, object, object]] = []
-    served = "server" in a or "server" in b
+    served = bool(a.get("server") or b.get("server"))
     keys: tuple[Literal["target"], Literal["prompts"]] = ("target", "prompts")
     for key in keys:
         prints = a["identity"].get(key), b["identity"].get(key)
@@ -160,14 +159,13 @@ def _compare(
     Repeats are drawn separately for two files, and together for one file, whose variants were measured side by side.
     """
     one, other = a[arms[0]], b[arms[1]]
-    if one.units != other.units:
-        raise ConfigError(f"batches={one.units} in A, {other.units} in B; expected the same")
-    units, repeats = one.tokens.shape
-    if units < 2:
-        raise ConfigError.of("prompts", units, "at least 2: an interval over prompts needs several")
+    if one["units"] != other["units"]:
+        raise ConfigError(f"batches={one['units']} in A, {other['units']} in B; expected the same")
+    if len(one["units"]) < 2:
+        raise ConfigError.of("prompts", len(one["units"]), "at least 2: an interval over prompts needs several")
     rng = np.random.default_rng(0)
-    draws = Draws.of(units, repeats, rng)
-    other_draws = draws.with_repeats(other.tokens.shape[1], rng) if named else draws
+    draws = Draws.of(one, rng)
+    other_draws = draws.with_repeats_of(other, rng) if named else draws
     taus = resampled_taus(one, draws), resampled_taus(other, other_draws)
     name_a, name_b = (f"{drafter} ({short_policy(policy)})" for drafter, policy in arms)
     temperature, batch_size = place
@@ -176,9 +174,9 @@ def _compare(
         f"B's {name_b}" if named else name_b,
         temperature,
         batch_size,
-        units=one.units,
+        units=one["units"],
         speedup=_speedups(a.get(BASELINE), one, draws, b.get(BASELINE), other, other_draws),
-        tau=_contrast(tau(one), tau(other), *taus),
+        tau=_contrast(tau(one["tokens"], one["rounds"]), tau(other["tokens"], other["rounds"]), *taus),
     )
 
 
@@ -204,11 +202,11 @@ def _explained(
     comparison: Comparison, a: StoredEvaluation, b: StoredEvaluation, arms: tuple[Variant, Variant]
 ) -> Comparison:
     """Add the likely cause where an engine and the local decoder differ in tau."""
-    if ("server" in a) == ("server" in b) or not comparison.tau.real:
+    if bool(a.get("server")) == bool(b.get("server")) or not comparison.tau.real:
         return comparison
     place = (comparison.temperature, comparison.batch_size)
     rates = [_acceptance(side, arm, place) for side, arm in zip((a, b), arms, strict=True)]
-    local, served = rates if "server" in b else rates[::-1]
+    local, served = rates if b.get("server") else rates[::-1]
     shared = list(zip(local, served, strict=False))
     if not shared:
         cause = "The engine does not count acceptance by position."
@@ -226,7 +224,7 @@ def _explained(
         cause = f"The engine drafts {len(served)} tokens, the local decoder {len(local)}."
     else:
         cause = "No position differs by much: dtype, quantisation or kernels are the likely cause."
-    lower = (comparison.tau.ratio < 1) == ("server" in b)
+    lower = (comparison.tau.ratio < 1) == bool(b.get("server"))
     if comparison.temperature > 0 and lower:
         cause = f"{cause} {GREEDY_DRAFTS}"
     return replace(comparison, cause=cause)

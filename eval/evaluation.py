@@ -1,73 +1,57 @@
-"""The public `evaluate`, and the content of `eval.json`: rows, the underlying numbers, samples, guards and notes."""
+"""`draftsmith eval`: the public `evaluate`, and `measure`, which loads what it needs and writes the report."""
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.bars import stage
 from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.decode.policies import Chain
 from draftsmith.distill.detokenize import IncrementalText
 from draftsmith.errors import ConfigError
+from draftsmith.eval.diagnostics import diagnose
 from draftsmith.eval.guards import dtype_of, guards, notes
 from draftsmith.eval.harness import Run
-from draftsmith.eval.journal import ACCEPTED, BONUS, CORRECTION, OWN, SCHEMA, BatchKey, Journal, Measurement
-from draftsmith.eval.metrics import Series, expected_tau, greedy_identity, row_numbers
-from draftsmith.eval.prompts import OVERALL, Prompt
-from draftsmith.eval.results import (
-    Diagnostics,
-    EvalRow,
-    Guard,
-    PlainSpeeds,
-    RowKey,
-    Sample,
-    StoredEvaluation,
-    StoredMeasurement,
-    StoredRow,
-    checked,
-)
-from draftsmith.eval.settings import BASELINE, Settings, Variant
-from draftsmith.eval.stages import stage
+from draftsmith.eval.journal import ACCEPTED, BONUS, CORRECTION, JOURNAL, KEPT, OWN, Cell, Journal, Place, TextRecord
+from draftsmith.eval.prompts import OVERALL, Prompt, PromptRows
+from draftsmith.eval.report import check_report_folder, summary_table, write_report
+from draftsmith.eval.results import Evaluation, Row, Sample
+from draftsmith.eval.rows import row_of, series_of
+from draftsmith.eval.settings import BASELINE, Settings, Variant, load_session, require_valid
 from draftsmith.heads.base import Drafter
+from draftsmith.locks import hold_folder
+from draftsmith.metrics import tau
 from draftsmith.provenance import environment
-from draftsmith.reading import read_json
+from draftsmith.safe_text import Terminal
+from draftsmith.storage import writing
 
+MOST_REPEATS = 1000
+"""Every repeat decodes all texts again."""
 PROMPTS, TOKENS = 3, 160
 """Texts per variant and temperature, and tokens shown of each."""
 KINDS = {ACCEPTED: "accepted", CORRECTION: "corrected", BONUS: "bonus", OWN: "target"}
-Piece = tuple[str, str]
-"""The text of a token, and its kind."""
 
 
 def samples(run: Run, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     """Return the texts of the first repeat for a few prompts of different categories, for every drafter and policy."""
-    chosen = {prompt.id: prompt for prompt in _chosen(run.prompts)}
-    size = run.settings.batch_sizes[0]
-    shown: list[Sample] = []
-    for prompt in chosen.values():
-        for temperature in run.settings.temperatures:
-            for arm in run.arms:
-                if arm == BASELINE:
-                    continue
-                for cell in run.cells(arm, temperature, size):
-                    if cell.repeat == cell.turn == 0:
-                        shown += [_sample(cell, place, prompt, tokenizer) for place in _places(cell, prompt)]
-    return shown
+    first = list({prompt.category: prompt for prompt in reversed(run.prompts)}.values())[::-1]
+    chosen = (first + [prompt for prompt in run.prompts if prompt not in first])[:PROMPTS]
+    return [
+        _sample(cell, text, prompt, tokenizer)
+        for prompt in chosen
+        for temperature in run.settings.temperatures
+        for arm in run.arms
+        if arm != BASELINE
+        for cell in run.cells(arm, temperature, run.settings.batch_sizes[0])
+        if cell.repeat == cell.turn == 0
+        for text in cell.texts
+        if text.prompt == prompt.id
+    ]
 
 
-def _chosen(prompts: list[Prompt]) -> list[Prompt]:
-    first = list({prompt.category: prompt for prompt in reversed(prompts)}.values())[::-1]
-    return (first + [prompt for prompt in prompts if prompt not in first])[:PROMPTS]
-
-
-def _places(cell: Measurement, prompt: Prompt) -> list[int]:
-    return [place for place, text in enumerate(cell.texts) if text.prompt == prompt.id]
-
-
-def _sample(cell: Measurement, place: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Sample:
-    text = cell.texts[place]
+def _sample(cell: Cell, text: TextRecord, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Sample:
     pieces = token_texts(text.tokens[:TOKENS], tokenizer, prompt.input_ids)
     rounds, start = [], 0
     for kinds in text.rounds:
@@ -75,23 +59,19 @@ def _sample(cell: Measurement, place: int, prompt: Prompt, tokenizer: PreTrained
         if shown:
             rounds.append(shown)
         start += len(kinds)
+    # The placeholder of an image stands once in the question.
+    asked = [token for token, _ in groupby(prompt.input_ids)] if prompt.inputs else prompt.input_ids
     return {
         "prompt": prompt.id,
         "category": prompt.category,
-        "question": _question(prompt, tokenizer),
+        "question": str(tokenizer.decode(asked)),
         "drafter": cell.drafter,
         "policy": cell.policy,
         "temperature": cell.temperature,
-        "tau": text.decode_tokens / text.decode_rounds if text.decode_rounds else 0.0,
+        "tau": tau(text.decode_tokens, text.decode_rounds),
         "rounds": rounds,
         "cut": len(text.tokens) > TOKENS,
     }
-
-
-def _question(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the prompt's text, in which the placeholder of an image stands once."""
-    ids = [token for token, _ in groupby(prompt.input_ids)] if prompt.inputs else prompt.input_ids
-    return str(tokenizer.decode(ids))
 
 
 def token_texts(tokens: list[int], tokenizer: PreTrainedTokenizerBase, prompt: list[int]) -> list[str]:
@@ -99,58 +79,6 @@ def token_texts(tokens: list[int], tokenizer: PreTrainedTokenizerBase, prompt: l
     text = IncrementalText(tokenizer, prompt, skip_special_tokens=False)
     texts = [text.add(token) for token in tokens]
     return [*texts[:-1], *(last + text.rest() for last in texts[-1:])]
-
-
-EVALUATION = "eval.json"
-Diagnose = Callable[..., dict[str, Diagnostics]]
-"""`diagnose(target, drafter, texts, *, temperature, draft_length, done)`: statistics by draft position for each group
-of texts, which are given as (token ids, length of the prompt)."""
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The content of `eval.json`; docs/guide/evaluate.md has its schema."""
-
-    settings: Settings
-    rows: list[EvalRow]
-    environment: dict[str, Any]
-    notes: list[str] = field(default_factory=list)
-    guards: list[Guard] = field(default_factory=list)
-    measurements: list[StoredMeasurement] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
-    identity: dict[str, Any] = field(default_factory=dict)
-    plain: PlainSpeeds | None = None
-
-    def as_json(self) -> StoredEvaluation:
-        """Return the content of `eval.json`, which has more keys than its readers need."""
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "settings"}
-        return cast(StoredEvaluation, {"schema": SCHEMA, "settings": asdict(self.settings), **values})
-
-
-def read_evaluation(path: Path) -> StoredEvaluation:
-    """Return the content of an `eval.json`, or of the one in a folder.
-
-    Raises:
-        ConfigError: for a file that is missing, that `draftsmith eval` did not write, or that has another schema.
-    """
-    file = path / EVALUATION if path.is_dir() else path
-    try:
-        value = read_json(file)
-    except OSError as error:
-        raise ConfigError(f"{path}; expected an eval.json or the folder of one, and there is none") from error
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON ({error}); expected what `draftsmith eval` wrote") from error
-    schema = value.get("schema") if isinstance(value, dict) else None
-    if schema != SCHEMA:
-        raise ConfigError(f"{file}: schema={schema!r}; expected {SCHEMA}: measure again with this version")
-    checked(StoredEvaluation, value, file, "what `draftsmith eval` wrote", strict=True)
-    return cast(StoredEvaluation, value)  # with the keys that are not checked
-
-
-def frozen_rows(evaluation: StoredEvaluation) -> list[StoredRow]:
-    """Return the rows without those of a drafter that learned while it was measured, which 0.2 wrote."""
-    online = evaluation.get("online")
-    return [row for row in evaluation["rows"] if online is None or row["drafter"] != online["drafter"]]
 
 
 def evaluate(
@@ -162,7 +90,7 @@ def evaluate(
     tokenizer: PreTrainedTokenizerBase | None = None,
     processor: Any = None,
     journal: Path | None = None,
-    diagnose: Diagnose | None = None,
+    diagnose: bool = False,
     progress: bool = True,
 ) -> Evaluation:
     """Measure every drafter against the target alone.
@@ -175,7 +103,7 @@ def evaluate(
         tokenizer: the target's, for prompts of several turns and for samples in the report.
         processor: the target's, for prompts of several turns with images.
         journal: file to which every finished cell is appended; an existing file is continued.
-        diagnose: computes statistics of each drafter by draft position.
+        diagnose: add statistics of each drafter by draft position to the rows.
 
     Raises:
         ConfigError: for models or prompts that do not fit together, or a journal of another run.
@@ -191,85 +119,54 @@ def evaluate(
     undiagnosed: list[str] = []
     if any(asked.inputs for asked in prompts):
         undiagnosed = ["No diagnostics by draft position: prompts have images."]
-    elif diagnose is not None:
-        undiagnosed = _diagnose(run, rows, diagnose, progress)
+    elif diagnose:
+        undiagnosed = _diagnose(run, rows, progress)
     dtypes = {"target": dtype_of(target), **{name: dtype_of(drafter) for name, drafter in drafters.items()}}
-    where = {**environment(), "torch_threads": run.journal.facts["threads"]}
+    places = [(arm, t, size) for arm in run.arms for t in settings.temperatures for size in settings.batch_sizes]
     return Evaluation(
         settings=settings,
         rows=rows,
-        environment=where,
+        environment={**environment(), "torch_threads": run.journal.facts["threads"]},
         notes=notes(run, rows) + undiagnosed,
         guards=guards(rows, run.journal.facts["plain"], dtypes),
-        measurements=_measurements(run),
+        measurements=[series_of(run.cells(*place)) for place in places],
         samples=[] if tokenizer is None else samples(run, tokenizer),
-        identity={key: value for key, value in run.identity().items() if key != "settings"},
+        identity=run.fingerprints,
         plain=run.journal.facts["plain"],
     )
 
 
-def _rows(run: Run, arm: Variant, decoder: SpeculativeDecoder) -> list[EvalRow]:
+def _rows(run: Run, arm: Variant, decoder: SpeculativeDecoder) -> list[Row]:
     """Return, for each temperature and batch size, the row over all prompts and one row per category."""
-    settings = run.settings
+    settings, policy = run.settings, decoder.policy
     categories = sorted({prompt.category for prompt in run.prompts})
     rows = []
     for temperature in settings.temperatures:
         for size in settings.batch_sizes:
-            head: RowKey = {
-                "drafter": arm[0],
-                "drafter_type": run.drafters[arm[0]].type,
-                "policy": arm[1],
-                "draft_length": getattr(decoder.policy, "draft_length", None) if is_chain(arm[1]) else None,
-                "rule": settings.rule or "best lossless",
-                "lossless": decoder.lossless or temperature == 0,
-                "temperature": temperature,
-                "batch_size": size,
-            }
             for category in (None, *(categories if len(categories) > 1 else ())):
                 base, spec = (run.cells(which, temperature, size, category) for which in (BASELINE, arm))
                 if not spec:
                     continue  # no batch of this size holds this category alone
-                numbers = row_numbers(base, spec, settings.seed)
-                row: EvalRow = {**head, **numbers, "category": category or OVERALL}
-                length = head["draft_length"]
-                if length is not None and len(row["acceptance_at"]) <= length:  # a hybrid's copies are longer
-                    row["expected_tau"] = expected_tau(row["alpha"], length)
-                if temperature == 0:
-                    row["greedy_identical"], row["first_divergence"] = greedy_identity(base, spec)
+                row = row_of(
+                    base,
+                    spec,
+                    category=category or OVERALL,
+                    drafter_type=run.drafters[arm[0]].type,
+                    draft_length=policy.draft_length if isinstance(policy, Chain) else None,
+                    rule=settings.rule,
+                    lossless=decoder.lossless,
+                    seed=settings.seed,
+                )
                 rows.append(row)
     return rows
 
 
-def is_chain(policy: str) -> bool:
-    """Return whether a policy's name is that of a chain of fixed length."""
-    return policy.partition(":")[0] == "chain"
-
-
-def _measurements(run: Run) -> list[StoredMeasurement]:
-    """Return the numbers from which rows are computed, [unit][repeat] each, for comparisons prompt by prompt."""
-    entries: list[StoredMeasurement] = []
-    for arm in run.arms:
-        for temperature in run.settings.temperatures:
-            for size in run.settings.batch_sizes:
-                series = Series.of(run.cells(arm, temperature, size)).as_json()
-                entries.append(
-                    {
-                        "drafter": arm[0],
-                        "policy": arm[1],
-                        "temperature": temperature,
-                        "batch_size": size,
-                        **series,
-                    }
-                )
-    return entries
-
-
-def _diagnose(run: Run, rows: list[EvalRow], diagnose: Diagnose, progress: bool) -> list[str]:
+def _diagnose(run: Run, rows: list[Row], progress: bool) -> list[str]:
     """Add `diagnostics` to the rows; all policies of a drafter, temperature and category share them.
 
     Returns a note for each drafter without diagnostics; its measured rows are kept.
     """
-    by_place: dict[tuple[str, float], dict[str, list[EvalRow]]] = {}
+    by_place: dict[tuple[str, float], dict[str, list[Row]]] = {}
     for row in rows:
         if not run.drafters[row["drafter"]].only_retrieves:
             categories = by_place.setdefault((row["drafter"], row["temperature"]), {})
@@ -298,7 +195,62 @@ def _texts(run: Run, temperature: float, category: str | None) -> list[tuple[lis
     texts = []
     for cell in run.cells(BASELINE, temperature, run.settings.batch_sizes[0], category):
         if cell.repeat == 0:
-            place = BatchKey(0, temperature, cell.batch_size, cell.group, cell.turn)
+            place = Place(0, temperature, cell.batch_size, cell.group, cell.turn)
             asked = {prompt.id: prompt.input_ids for prompt in run.asked(place)}
             texts += [(asked[text.prompt] + text.tokens, len(asked[text.prompt])) for text in cell.texts]
     return texts
+
+
+def measure(
+    settings: Settings,
+    out: Path,
+    *,
+    title: str,
+    runs: dict[str, list[dict]],
+    trust_remote_code: bool = False,
+) -> Evaluation:
+    """Validate the settings, load the models, measure, and write the report to `out`.
+
+    Results that an earlier call with the same settings left in `out` are used again. `runs` holds, by drafter, the
+    metrics of the run that trained it, for the plot of its training.
+    """
+    rows = _validated(settings, out)
+    with hold_folder("out", out):
+        check_report_folder(out, settings)
+        session = load_session(settings, rows, trust_remote_code=trust_remote_code)
+        evaluation = evaluate(
+            session.target,
+            session.drafters,
+            session.prompts,
+            settings,
+            tokenizer=session.tokenizer,
+            processor=session.processor,
+            journal=out / JOURNAL,
+            diagnose=True,
+        )
+        with stage("drawing and writing the report"), writing(out, KEPT):
+            write_report(evaluation, out, title=title, runs=runs)
+        return evaluation
+
+
+def _validated(settings: Settings, out: Path) -> PromptRows:
+    """Return the rows of the prompts; ConfigError for settings that cannot be measured."""
+    if not settings.drafters:
+        raise ConfigError("drafter is missing; expected at least one")
+    several = {"gamma": settings.draft_lengths, "batch_size": settings.batch_sizes}
+    counts = {"count": [settings.count], "max_new_tokens": [settings.max_new_tokens], "repeats": [settings.repeats]}
+    require_valid(settings, counts={**several, **counts}, unique={**several, "policy": settings.policies}, out=out)
+    if settings.repeats > MOST_REPEATS:
+        raise ConfigError.of("repeats", settings.repeats, f"at most {MOST_REPEATS}")
+    return PromptRows.read(settings.prompts, settings.subset, settings.split, settings.images)
+
+
+def show(evaluation: Evaluation, out: Path) -> None:
+    """Print the table, the guards, the notes and the place of the report."""
+    console = Terminal(width=None if Terminal().is_terminal else 110)
+    console.print(summary_table(evaluation))
+    for guard in evaluation.guards:
+        console.print(f"WRONG ({guard['guard']}): {guard['message']}", style="bold red")
+    for note in evaluation.notes:
+        console.print(f"note: {note}")
+    console.print(f"report: {out / 'report.html'} and report.md beside it")

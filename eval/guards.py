@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from draftsmith.eval.harness import CALIBRATION, Run
-from draftsmith.eval.metrics import few_units
 from draftsmith.eval.prompts import OVERALL
-from draftsmith.eval.results import EvalRow, Guard, PlainSpeeds
+from draftsmith.eval.results import Guard, PlainSpeeds, Row
 from draftsmith.eval.settings import BASELINE
 from draftsmith.heads.recall import memories
+from draftsmith.metrics import few_units
 
 REPETITIVE = 0.3
 """Share of repeated 4-grams above which a report warns; source code has about 0.05."""
@@ -20,7 +20,7 @@ ROUNDING = 1e-4
 """Amount by which a mean of float32 sums may leave [0, 1]."""
 
 
-def name_of(row: EvalRow) -> str:
+def name_of(row: Row) -> str:
     batch = f", batch {row['batch_size']}" if row["batch_size"] > 1 else ""
     return f"{row['drafter']} ({row['policy']}) at T={row['temperature']:g}{batch}"
 
@@ -30,7 +30,7 @@ def dtype_of(model: nn.Module) -> torch.dtype | None:
     return next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), None)
 
 
-def guards(rows: Sequence[EvalRow], plain: PlainSpeeds | None, dtypes: dict[str, torch.dtype | None]) -> list[Guard]:
+def guards(rows: Sequence[Row], plain: PlainSpeeds | None, dtypes: dict[str, torch.dtype | None]) -> list[Guard]:
     """Return the results that are wrong or unfair.
 
     Args:
@@ -66,7 +66,7 @@ def _short(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def notes(run: Run, rows: Sequence[EvalRow]) -> list[str]:
+def notes(run: Run, rows: Sequence[Row]) -> list[str]:
     """Return notes on limits to the precision or the meaning of the rows."""
     found = few_units([batch.prompts for batch in groups] for groups in run.batches.values())
     found += [f"Left out: {text}" for text in run.left_out]
@@ -90,7 +90,7 @@ def notes(run: Run, rows: Sequence[EvalRow]) -> list[str]:
     return found + _repetition(rows) + _quality_notes(run)
 
 
-def _row_notes(row: EvalRow) -> list[str]:
+def _row_notes(row: Row) -> list[str]:
     found, name = [], name_of(row)
     if not row["lossless"]:
         found.append(f"{name}: rule {row['rule']!r} is LOSSY: its texts do not have the target's distribution.")
@@ -108,7 +108,7 @@ def _row_notes(row: EvalRow) -> list[str]:
     return found
 
 
-def _repetition(rows: Sequence[EvalRow]) -> list[str]:
+def _repetition(rows: Sequence[Row]) -> list[str]:
     """Return one note per temperature: the texts of all variants are similar."""
     most: dict[float, float] = {}
     for row in rows:

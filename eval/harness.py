@@ -5,15 +5,14 @@ target alone, so that the baseline is not slowed down.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
-import torch
 from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
-from draftsmith.bars import Bars, units
+from draftsmith.bars import Bars, stage, units
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.passes.graphs import built_graphs
@@ -21,58 +20,18 @@ from draftsmith.decode.policies import plans
 from draftsmith.decode.profiling import measure_costs, parts
 from draftsmith.distill.chat_template import Chat
 from draftsmith.errors import ConfigError
-from draftsmith.eval.hf_baseline import compare_with_generate
-from draftsmith.eval.journal import BatchKey, Journal, Key, Measurement
+from draftsmith.eval.baseline import compare_with_generate, fastest_threads, threads
+from draftsmith.eval.journal import Cell, Journal, Place
 from draftsmith.eval.prompts import Batch, Prompt, batches, prompts_fingerprint
 from draftsmith.eval.settings import BASELINE, Settings, Variant
-from draftsmith.eval.stages import stage
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.recall import memories
 from draftsmith.provenance import environment, model_fingerprint
 from draftsmith.safe_text import Terminal
 
-PROBE_TOKENS = 24
-TRIALS = 3
-
-
 COSTS_OF = "costs of "
 """Before a drafter's name: the journal's entry with the seconds of its passes."""
-LARGE = 1_000_000_000
-"""Number of parameters from which on all threads are used without measuring, which would take long."""
-
-
-def fastest_threads(target: PreTrainedModel, prompt: list[int], tokens: int = PROBE_TOKENS) -> int:
-    """Return the number of threads with which the target alone is fastest: one, or torch's current number.
-
-    A small model decodes no faster with several threads, and much slower if another process needs a core. With an
-    accelerator or a large model, return torch's current number.
-
-    Args:
-        tokens: decoded in each trial.
-    """
-    given = torch.get_num_threads()
-    if given == 1 or next(target.parameters()).device.type != "cpu" or target.num_parameters() >= LARGE:
-        return given
-    decoder, speeds = SpeculativeDecoder(target), {}
-    for count in (given, 1):
-        with threads(count):
-            runs = [decoder.generate(prompt, max_new_tokens=tokens, eos_token_id=None) for _ in range(TRIALS)]
-        speeds[count] = max(run.tokens_per_second for run in runs)
-    return max(speeds, key=speeds.__getitem__)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Run a block with `count` CPU threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 WARM_UP_TOKENS = 16
 CALIBRATION = 4
 REPEAT_APART, TURN_APART = 10_007, 1_000_003
@@ -123,7 +82,7 @@ class Run:
 
     def measure(self, progress: bool = True) -> None:
         """Measure every cell that the journal does not hold yet, and append it."""
-        self.journal.begin(self.identity(), environment())
+        self.journal.begin(self.settings, self.fingerprints, environment())
         if "threads" not in self.journal.facts:
             with stage("choosing the number of threads", shown=progress):
                 self.journal.fact("threads", fastest_threads(self.target, self.prompts[0].input_ids))
@@ -144,10 +103,10 @@ class Run:
                     speeds = compare_with_generate(self.target, self.prompts, compile=self.settings.compile)
                     self.journal.fact("plain", speeds)
 
-    def identity(self) -> dict[str, Any]:
-        """Return settings and fingerprints; a journal is continued only by a run with equal values."""
+    @cached_property
+    def fingerprints(self) -> dict[str, Any]:
+        """Return those of models and prompts; a journal is continued only by a run with equal ones."""
         return {
-            "settings": asdict(self.settings),
             "target": model_fingerprint(self.target),
             "drafters": {name: model_fingerprint(drafter) for name, drafter in self.drafters.items()},
             "prompts": prompts_fingerprint(self.prompts),
@@ -158,9 +117,7 @@ class Run:
         """Policies that adapt to what is accepted."""
         return sorted({arm[1] for arm, decoder in self.arms.items() if decoder.learns})
 
-    def cells(
-        self, arm: Variant, temperature: float, batch_size: int, category: str | None = None
-    ) -> list[Measurement]:
+    def cells(self, arm: Variant, temperature: float, batch_size: int, category: str | None = None) -> list[Cell]:
         """Return the cells of all batches, or of the batches whose prompts all have `category`."""
         groups = self.batches[batch_size]
         return [
@@ -170,7 +127,7 @@ class Run:
             and (category is None or groups[cell.group].category == category)
         ]
 
-    def _asked(self, place: BatchKey) -> Questions | None:
+    def _asked(self, place: Place) -> Questions | None:
         """Return the prompts of a batch that have this turn, each up to it.
 
         Earlier turns are followed by the target's own answers, from the baseline in this repeat and batch size, so that
@@ -179,7 +136,7 @@ class Run:
         """
         answers: dict[str, list[list[int]]] = {}
         for turn in range(place.turn):
-            cell = self.journal.cells.get(_key(BASELINE, place._replace(turn=turn)))
+            cell = self.journal.cells.get((BASELINE, place._replace(turn=turn)))
             if cell is None:
                 return None
             for text in cell.texts:
@@ -194,7 +151,7 @@ class Run:
                 questions.append(asked)
         return questions
 
-    def asked(self, place: BatchKey) -> Questions:
+    def asked(self, place: Place) -> Questions:
         """Return the questions of a batch whose earlier turns have been answered."""
         questions = self._asked(place)
         assert questions is not None, "turns are measured in order"
@@ -257,7 +214,7 @@ class Run:
             self.journal.fact(fact, asdict(known[fact]))
         return known[fact]
 
-    def _places(self) -> Iterator[BatchKey]:
+    def _places(self) -> Iterator[Place]:
         """Yield every question in the order of measurement."""
         settings = self.settings
         for repeat in range(settings.repeats):
@@ -265,18 +222,18 @@ class Run:
                 for size in settings.batch_sizes:
                     for group, batch in enumerate(self.batches[size]):
                         for turn in range(batch.turns):
-                            yield BatchKey(repeat, temperature, size, group, turn)
+                            yield Place(repeat, temperature, size, group, turn)
 
-    def _batch(self, place: BatchKey) -> Batch:
+    def _batch(self, place: Place) -> Batch:
         return self.batches[place.batch_size][place.group]
 
-    def _pending(self, place: BatchKey) -> list[Variant]:
+    def _pending(self, place: Place) -> list[Variant]:
         """Return the variants without a result here; the first of them changes from batch to batch."""
         if self._asked(place) == []:
             return []
         first = (place.group + place.repeat + place.turn) % len(self.arms)
         order = [*self.arms][first:] + [*self.arms][:first]
-        return [arm for arm in order if _key(arm, place) not in self.journal.cells]
+        return [arm for arm in order if (arm, place) not in self.journal.cells]
 
     def _calibrate(self) -> None:
         """Decode a few texts at each temperature, untimed, for policies that learn."""
@@ -295,7 +252,7 @@ class Run:
         for arm in self.arms:
             for temperature in self.settings.temperatures:
                 for size in self.settings.batch_sizes:
-                    place = BatchKey(0, temperature, size, 0, 0)
+                    place = Place(0, temperature, size, 0, 0)
                     self._answer(arm, place, self.asked(place), tokens)
 
     def _decode_all(self, progress: bool) -> None:
@@ -322,7 +279,7 @@ class Run:
             for memory in memories(drafter):
                 memory.forget()
 
-    def _answer(self, arm: Variant, place: BatchKey, asked: Questions, tokens: int) -> Measurement:
+    def _answer(self, arm: Variant, place: Place, asked: Questions, tokens: int) -> Cell:
         """Decode one batch; seeds differ between texts, repeats and turns.
 
         Decode it again where passes were compiled meanwhile, whose seconds do not count.
@@ -338,12 +295,7 @@ class Run:
                 seeds=[first + self._numbers[prompt.id] for prompt in asked],
                 **self._sampling(place.temperature),
             )
-        return Measurement.of(arm, place, [prompt.id for prompt in asked], outputs)
+        return Cell.of(arm, place, [prompt.id for prompt in asked], outputs)
 
     def _sampling(self, temperature: float) -> dict[str, Any]:
-        cuts = {"top_k": self.settings.top_k, "top_p": self.settings.top_p} if temperature > 0 else {}
-        return {"temperature": temperature, **cuts}
-
-
-def _key(arm: Variant, place: BatchKey) -> Key:
-    return (*arm, place.temperature, place.batch_size, place.group, place.repeat, place.turn)
+        return asdict(self.settings.sampling(temperature))

@@ -8,21 +8,19 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import BaseModel, Field, model_validator
+from typing_extensions import TypedDict
 
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.errors import ConfigError
-from draftsmith.eval.results import PlainSpeeds, StoredSitting, checked
-from draftsmith.eval.settings import Variant
+from draftsmith.eval.results import OURS, SCHEMA, PlainSpeeds, checked
+from draftsmith.eval.settings import Settings, Variant, require_same_settings
+from draftsmith.metrics import position_counts
 from draftsmith.reading import parse_json
 from draftsmith.storage import writing
 
-SCHEMA = 2
-"""Version of `eval.json` and `cells.jsonl`; increased when old code would misread new files."""
 JOURNAL = "cells.jsonl"
 KEPT = "earlier results are kept; with enough space, the same command continues from them"
-
-Key = tuple[str, str, float, int, int, int, int]
 
 ACCEPTED, CORRECTION, BONUS, OWN = "acbt"
 """Origin of a token: an accepted draft token, the target's correction of a rejected draft token, the bonus token after
@@ -31,7 +29,7 @@ a fully accepted draft, or the target's token without a draft."""
 
 @dataclass(frozen=True)
 class TextRecord:
-    """A decoded text: its tokens, and what verification decided."""
+    """A text of a cell: its tokens, and what verification decided."""
 
     prompt: str
     tokens: list[int]
@@ -47,17 +45,10 @@ class TextRecord:
 
     @classmethod
     def of(cls, prompt: str, output: DecodeOutput) -> "TextRecord":
-        deepest = max((record.tested for record in output.rounds), default=0)
-        reached = [[r for r in output.rounds if r.tested > i] for i in range(deepest)]
-        return cls(
-            prompt=prompt,
-            tokens=list(output.tokens),
-            rounds=[OWN, *(_kinds(record) for record in output.rounds)],
-            tested=[len(rounds) for rounds in reached],
-            accepted=[sum(r.accepted > i for r in rounds) for i, rounds in enumerate(reached)],
-            overlap=sum(value for record in output.rounds for value in record.overlap),
-            overlaps=sum(len(record.overlap) for record in output.rounds),
-        )
+        tested, accepted = position_counts(output.rounds)
+        overlaps = output.overlaps
+        rounds = [OWN, *map(_kinds, output.rounds)]
+        return cls(prompt, list(output.tokens), rounds, tested, accepted, sum(overlaps), len(overlaps))
 
     @property
     def decode_tokens(self) -> int:
@@ -77,7 +68,7 @@ def _kinds(record: Round) -> str:
     return (ACCEPTED * record.accepted + last)[: record.committed]
 
 
-class BatchKey(NamedTuple):
+class Place(NamedTuple):
     """One question to one batch of prompts, which every drafter and the target alone answer in turn."""
 
     repeat: int
@@ -89,7 +80,7 @@ class BatchKey(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Measurement:
+class Cell:
     """One call of the decoder. Seconds are those of the whole batch; `seconds` excludes the prefill."""
 
     drafter: str
@@ -107,7 +98,7 @@ class Measurement:
     seconds: float
 
     @classmethod
-    def of(cls, arm: Variant, place: BatchKey, names: list[str], outputs: list[DecodeOutput]) -> "Measurement":
+    def of(cls, arm: Variant, place: Place, names: list[str], outputs: list[DecodeOutput]) -> "Cell":
         """Build the record of one decoded batch.
 
         Finished texts leave a batch, so of texts that share passes the one with the most rounds took part in all.
@@ -119,11 +110,7 @@ class Measurement:
         return cls(
             drafter=arm[0],
             policy=arm[1],
-            temperature=place.temperature,
-            batch_size=place.batch_size,
-            group=place.group,
-            repeat=place.repeat,
-            turn=place.turn,
+            **place._asdict(),
             texts=[TextRecord.of(name, output) for name, output in zip(names, outputs, strict=True)],
             prefill_seconds=max(output.prefill_seconds for output in outputs),
             draft_seconds=sum(record.draft_seconds for record in rounds),
@@ -136,21 +123,27 @@ class Measurement:
         return (self.drafter, self.policy)
 
     @property
-    def key(self) -> Key:
-        place = (self.temperature, self.batch_size, self.group, self.repeat, self.turn)
-        return (self.drafter, self.policy, *place)
+    def place(self) -> Place:
+        return Place(self.repeat, self.temperature, self.batch_size, self.group, self.turn)
 
 
 FACTS: dict[str, Any] = {"threads": Annotated[int, Field(ge=1, le=4096)], "plain": PlainSpeeds}
 """Values that a run determines once, with their types; all other facts are costs."""
 
 
+class Sitting(TypedDict):
+    """The machine of one start of a measurement."""
+
+    cpu: str
+    accelerator: str | None
+
+
 class JournalLine(BaseModel):
     """A line after the first; holds exactly one of these."""
 
-    cell: Measurement | None = None
+    cell: Cell | None = None
     fact: tuple[str, Any] | None = None
-    sitting: StoredSitting | None = None
+    sitting: Sitting | None = None
 
     @model_validator(mode="after")
     def _require_one(self) -> Self:
@@ -167,45 +160,45 @@ class Journal:
     """
 
     path: Path | None = None
-    cells: dict[Key, Measurement] = field(default_factory=dict)
+    cells: dict[tuple[Variant, Place], Cell] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     """Values that are determined once per run, such as measured costs."""
     sittings: list[dict[str, Any]] = field(default_factory=list)
     """The environment of each start of the run."""
 
-    def begin(self, identity: dict[str, Any], environment: dict[str, Any]) -> None:
+    def begin(self, settings: Settings, fingerprints: dict[str, Any], environment: dict[str, Any]) -> None:
         """Read the results of an earlier call, and append the environment of this start.
 
         Raises:
             ConfigError: for a file of another run, naming the value that differs.
         """
         if self.path is not None and self.path.exists():
-            self._read(self.path, identity)
+            self._read(self.path, settings, fingerprints)
         if not self.cells and not self.facts and not self.sittings:
-            self._append({"run": {"schema": SCHEMA, **identity}}, anew=True)
+            run = {"schema": SCHEMA, "settings": asdict(settings), **fingerprints}
+            self._append({"run": run}, anew=True)
         self.sittings.append(environment)
         self._append({"sitting": environment})
 
-    def add(self, cell: Measurement) -> None:
-        self.cells[cell.key] = cell
+    def add(self, cell: Cell) -> None:
+        self.cells[cell.arm, cell.place] = cell
         self._append({"cell": asdict(cell)})
 
     def fact(self, name: str, value: Any) -> None:
         self.facts[name] = value
         self._append({"fact": [name, value]})
 
-    def _read(self, path: Path, identity: dict[str, Any]) -> None:
+    def _read(self, path: Path, settings: Settings, fingerprints: dict[str, Any]) -> None:
         lines = whole_lines(path)
         if lines:
-            require_same(lines[0]["run"], {"schema": SCHEMA, **identity}, path.parent)
+            require_same_run(lines[0]["run"], settings, path.parent, fingerprints)
         for number, line in enumerate(lines[1:], 2):
-            entry = checked(JournalLine, line, f"{path}:{number}", "what `draftsmith eval` wrote")
+            entry = checked(JournalLine, line, f"{path}:{number}")
             if entry.cell is not None:
-                self.cells[entry.cell.key] = entry.cell
+                self.cells[entry.cell.arm, entry.cell.place] = entry.cell
             elif entry.fact is not None:
                 name, value = line["fact"]
-                place = f"{path}:{number}"
-                checked(FACTS.get(name, Costs), value, place, "what `draftsmith eval` wrote", strict=name in FACTS)
+                checked(FACTS.get(name, Costs), value, f"{path}:{number}", strict=name in FACTS)
                 self.facts[name] = value
             else:
                 self.sittings.append(line["sitting"])
@@ -228,7 +221,7 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
         ConfigError: for a file that is not a journal, or a complete line that is not JSON.
     """
     if not path.is_file():  # reading a pipe would block
-        raise ConfigError(f"{path} is no regular file; expected what `draftsmith eval` wrote, or another folder")
+        raise ConfigError(f"{path} is no regular file; expected {OURS}, or another folder")
     data = path.read_bytes()
     end = data.rfind(b"\n") + 1
     if end < len(data):
@@ -240,21 +233,19 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
             if not isinstance(line, dict) or (number == 1) != isinstance(line.get("run"), dict):
                 raise ValueError("only the first line says which run it is")
         except ValueError as error:
-            raise ConfigError(
-                f"{path}:{number} is damaged ({error}); expected what `draftsmith eval` wrote, or another folder"
-            ) from error
+            raise ConfigError(f"{path}:{number} is damaged ({error}); expected {OURS}, or another folder") from error
         lines.append(line)
     return lines
 
 
-def require_same(before: Mapping[str, Any], now: Mapping[str, Any], out: Path) -> None:
+def require_same_run(
+    before: Mapping[str, Any], settings: Settings, out: Path, fingerprints: Mapping[str, Any] = {}
+) -> None:
     """Raise ConfigError naming the first value in which a run differs from the one stored in its folder."""
-    now = json.loads(json.dumps(now))
-    for key, value in now.items():
-        there = before.get(key)
-        if key == "settings" and isinstance(there, dict):
-            require_same(there, value, out)
-        elif there != value:
+    stored = before.get("settings")
+    require_same_settings(stored if isinstance(stored, dict) else {}, settings, out)
+    for key, value in {"schema": SCHEMA, **fingerprints}.items():
+        if (there := before.get(key)) != value:
             raise ConfigError(
                 f"out={out} holds another run: {key}={there!r} there, {value!r} here; expected another folder"
             )

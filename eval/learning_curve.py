@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from draftsmith.eval.metrics import RESAMPLES, percentiles, ratio
+from draftsmith.metrics import RESAMPLES, percentiles, ratio
 
 # Shapes: E evaluations, P prompts, S resamples.
 

@@ -14,9 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, PercentFormatter, StrMethodFormatter
 
-from draftsmith.eval.metrics import often_tested
 from draftsmith.eval.prompts import OVERALL
-from draftsmith.eval.results import StoredRow
+from draftsmith.eval.results import Row, short_policy
+from draftsmith.metrics import often_tested
 from draftsmith.safe_text import printable
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ mpl.use("Agg")
 
 
 T = TypeVar("T")
-Rows = Sequence[StoredRow]
+Rows = Sequence[Row]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31", "#7B4173", "#7F7F7F")
 MARKERS = "osD^vPX*<>"
@@ -71,13 +71,7 @@ class Plot:
         return "data:image/png;base64," + base64.b64encode(self.png).decode()
 
 
-def short_policy(policy: str) -> str:
-    """Return the policy's name without settings, or `γ=` and the length of a chain."""
-    name, _, settings = policy.partition(":")
-    return f"γ={settings.removeprefix('draft_length=')}" if name == "chain" else name
-
-
-def variant_name(row: StoredRow, rows: Rows) -> str:
+def variant_name(row: Row, rows: Rows) -> str:
     """Return drafter, policy, temperature and, if `rows` have several, batch size."""
     policy = short_policy(row["policy"])
     alike = {other["policy"] for other in rows if other["drafter"] == row["drafter"]}
@@ -129,8 +123,6 @@ def evaluation_plots(rows: Rows) -> list[Plot]:
             lines = lines_over(overall, axis)
             if any(len(line) > 1 for line in lines.values()):
                 plots.append(plot_over(lines, axis, distinct(row["drafter"] for row in overall)))
-        if any("expected_tau" in row for row in overall):
-            plots.append(plot_theory(overall))
     return plots
 
 
@@ -236,36 +228,35 @@ def plot_categories(rows: Rows, part: str) -> Plot:
     return _done(figure, "categories", "Speedup by category, blue: faster than the target alone" + part)
 
 
-def _variant(row: StoredRow) -> tuple[str, str, float, int]:
+def _variant(row: Row) -> tuple[str, str, float, int]:
     return (row["drafter"], row["policy"], row["temperature"], row["batch_size"])
 
 
-Axis = Literal["draft_length", "temperature", "batch_size"]
-AXES: dict[Axis, str] = {"draft_length": "γ", "temperature": "temperature", "batch_size": "batch size"}
+Axis = Literal["draft_length", "batch_size"]
+AXES: dict[Axis, str] = {"draft_length": "γ", "batch_size": "batch size"}
 """Keys of a row over which the speedup is plotted, and the labels of the axes."""
-Lines = dict[tuple[str, float | None], list[StoredRow]]
-"""By drafter and temperature; the temperature is None where it is the axis."""
+Lines = dict[tuple[str, float], list[Row]]
+"""By drafter and temperature."""
 
 
 def lines_over(rows: Rows, key: Axis) -> Lines:
     """Return the rows of each line of `plot_over`, sorted by `key`.
 
-    One line per drafter and temperature, at the first batch size. Over gamma, only chains; elsewhere, each drafter's
-    fastest policy.
+    Over gamma, chains at the first batch size; over the batch size, each drafter's fastest policy.
     """
-    if key != "batch_size":
+    if key == "draft_length":
         rows = [row for row in rows if row["batch_size"] == rows[0]["batch_size"]]
-    if key != "draft_length":
+    else:
         rows = _fastest_policies(rows)
     lines: Lines = {}
     for row in rows:
         if row[key] is not None:
-            lines.setdefault((row["drafter"], None if key == "temperature" else row["temperature"]), []).append(row)
+            lines.setdefault((row["drafter"], row["temperature"]), []).append(row)
     return {name: sorted(line, key=lambda row: row[key] or 0) for name, line in lines.items()}
 
 
 def plot_over(lines: Lines, key: Axis, names: list[str]) -> Plot:
-    """Plot the speedup over gamma, temperature or batch size; bands are intervals.
+    """Plot the speedup over gamma or batch size; bands are intervals.
 
     `names`: all drafters, so that each has the same colour in every plot.
     """
@@ -273,11 +264,10 @@ def plot_over(lines: Lines, key: Axis, names: list[str]) -> Plot:
     figure, axis = plt.subplots(figsize=(6.2, 3.8))
     for (drafter, temperature), line in lines.items():
         kind, colour = temperatures.index(temperature), colour_of(drafter, names)
-        values = [row[key] or 0 for row in line]
-        label = cut(drafter) if key == "draft_length" else f"{cut(drafter)}, {short_policy(line[0]['policy'])}"
-        label += "" if temperature is None else f", T={temperature:g}"
-        speedups = [row["speedup"] for row in line]
+        values, speedups = [row[key] or 0 for row in line], [row["speedup"] for row in line]
+        policy = "" if key == "draft_length" else f", {short_policy(line[0]['policy'])}"
         style, marker = LINES[kind % len(LINES)], MARKERS[kind % len(MARKERS)]
+        label = f"{cut(drafter)}{policy}, T={temperature:g}"
         axis.plot(values, speedups, color=colour, linestyle=style, marker=marker, markersize=4, label=label)
         bounds = [row["speedup_interval"] for row in line if row["speedup_interval"]]
         if len(lines) <= 6 and len(bounds) == len(line):
@@ -294,38 +284,11 @@ def plot_over(lines: Lines, key: Axis, names: list[str]) -> Plot:
 
 def _fastest_policies(rows: Rows) -> Rows:
     """Return the rows of each drafter's policy with the highest speedup."""
-    best: dict[str, StoredRow] = {}
+    best: dict[str, Row] = {}
     for row in rows:
         if row["drafter"] not in best or row["speedup"] > best[row["drafter"]]["speedup"]:
             best[row["drafter"]] = row
     return [row for row in rows if row["policy"] == best[row["drafter"]]["policy"]]
-
-
-def plot_theory(rows: Rows) -> Plot:
-    """Plot the measured tau of chains over the tau of independent acceptances with the measured alpha."""
-    chains = [(row, row["expected_tau"]) for row in rows if "expected_tau" in row]
-    rows = [row for row, _ in chains]
-    names, temperatures = distinct(row["drafter"] for row in rows), distinct(row["temperature"] for row in rows)
-    figure, axis = plt.subplots(figsize=(5.6, 4))
-    reach = 1.08 * max(max(row["tau"], expected, (row["tau_interval"] or [0, 0])[1]) for row, expected in chains)
-    axis.plot([1, reach], [1, reach], color="black", linewidth=1, linestyle="--", label="as expected")
-    for row, expected in chains:
-        shape = MARKERS[temperatures.index(row["temperature"]) % len(MARKERS)]
-        colour = colour_of(row["drafter"], names)
-        axis.plot(expected, row["tau"], shape, color=colour, markersize=6, alpha=0.8)
-        if row["tau_interval"]:
-            low, high = row["tau_interval"]
-            axis.vlines(expected, low, high, color=colour, linewidth=1.2, alpha=0.8)
-    for name in names:
-        axis.plot([], [], "s", color=colour_of(name, names), label=cut(name))
-    for number, temperature in enumerate(temperatures):
-        axis.plot([], [], MARKERS[number % 10], color="grey", label=f"T={temperature:g}")
-    axis.set_xlim(0.95, reach)
-    axis.set_ylim(0.95, reach)
-    axis.set_xlabel("(1 − α^(γ+1)) / (1 − α), with the measured α")
-    axis.set_ylabel("measured tau, 95 % interval")
-    axis.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02))
-    return _done(figure, "theory", "tau against independent acceptances (chains)")
 
 
 def _panels(count: int, *, width: float, height: float) -> tuple[Figure, list[Axes]]:

@@ -9,14 +9,12 @@ import jinja2
 from rich.table import Table
 
 from draftsmith.errors import ConfigError
-from draftsmith.eval.evaluation import EVALUATION, Evaluation, read_evaluation
-from draftsmith.eval.journal import JOURNAL, SCHEMA, require_same, whole_lines
+from draftsmith.eval.journal import JOURNAL, require_same_run, whole_lines
 from draftsmith.eval.learning_curve import outlook, time_split
-from draftsmith.eval.metrics import FEW, often_tested
-from draftsmith.eval.plots import evaluation_plots, training_plots
 from draftsmith.eval.prompts import OVERALL
-from draftsmith.eval.results import EvalRow
-from draftsmith.eval.settings import Settings
+from draftsmith.eval.results import EVALUATION, Evaluation, Row, read_evaluation
+from draftsmith.eval.settings import Settings, require_same_settings
+from draftsmith.metrics import FEW, often_tested
 from draftsmith.safe_text import markdown_environment, printable
 from draftsmith.storage import write_json, write_text
 
@@ -74,7 +72,7 @@ def check_report_folder(out: Path, settings: Settings) -> None:
     if (out / JOURNAL).exists():
         lines = whole_lines(out / JOURNAL)
         if lines:
-            require_same(lines[0]["run"], {"schema": SCHEMA, "settings": asdict(settings)}, out)
+            require_same_run(lines[0]["run"], settings, out)
     elif (out / EVALUATION).exists():
         try:
             before = read_evaluation(out)
@@ -82,14 +80,15 @@ def check_report_folder(out: Path, settings: Settings) -> None:
             raise ConfigError(
                 f"out={out} holds an eval.json that cannot be read ({error}); expected another folder"
             ) from error
-        require_same(before, {"settings": asdict(settings)}, out)
+        require_same_settings(before["settings"], settings, out)
 
 
 def write_report(evaluation: Evaluation, out: Path, *, title: str, runs: dict[str, list[dict]] | None = None) -> None:
     """Write the report into `out`. `runs`: rows of `metrics.jsonl` by drafter, for what it says of training."""
+    from draftsmith.eval.plots import evaluation_plots, training_plots  # matplotlib: only where a report is written
+
     out.mkdir(parents=True, exist_ok=True)
-    plots = evaluation_plots(evaluation.rows)
-    plots += training_plots(runs or {})
+    plots = evaluation_plots(evaluation.rows) + training_plots(runs or {})
     for plot in plots:
         (out / plot.file).write_bytes(plot.png)
     values = {**_values(evaluation), "title": title, "plots": plots, "training": training_lines(runs or {})}
@@ -121,7 +120,7 @@ def visible(piece: str) -> list[tuple[str, str]]:
     return parts
 
 
-def headline(rows: list[EvalRow]) -> str:
+def headline(rows: list[Row]) -> str:
     """Return the fastest result in one sentence."""
     overall = [row for row in rows if row["category"] == OVERALL]
     best = max(overall, key=lambda row: row["speedup"])
@@ -149,7 +148,6 @@ def _values(evaluation: Evaluation) -> dict[str, Any]:
         "overall": overall,
         "accepted": list(zip(overall, accepted, strict=True)),
         "by_category": [row for row in evaluation.rows if row["category"] != OVERALL],
-        "chains": [row for row in overall if "expected_tau" in row],
         "diagnostics": _diagnostics(evaluation.rows),
         "settings": asdict(evaluation.settings),
         "conditions": _conditions(evaluation, overall[0]["prompts"]),
@@ -169,7 +167,7 @@ def training_lines(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
     return [f"{name}: {text}." for name, text in found if text is not None]
 
 
-def _diagnostics(rows: list[EvalRow]) -> list[dict[str, Any]]:
+def _diagnostics(rows: list[Row]) -> list[dict[str, Any]]:
     """Return one table per drafter, temperature and category with diagnostics."""
     tables: dict[str, dict[str, Any]] = {}
     for row in rows:

@@ -1,112 +1,26 @@
-"""Typed rows of `eval.json` and `cells.jsonl`, and the validation of such files, which may come from anyone.
+"""The content of `eval.json`: its typed rows, and the validation of such files, which may come from anyone.
 
-The `Stored…` types hold the keys that readers of a file rely on, and pydantic validates a file against them; keys that
-nothing reads are ignored.
+pydantic validates the keys that readers rely on; other keys are ignored.
 """
 
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any, NotRequired, cast
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, FiniteFloat, PositiveInt, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # pydantic cannot read typing's before Python 3.12
 
 from draftsmith.errors import ConfigError, one_line
+from draftsmith.eval.settings import Settings
+from draftsmith.metrics import Series
+from draftsmith.reading import read_json
 
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Positive = Annotated[int, Field(ge=1)]
-Bounds = Annotated[list[Number], Field(min_length=2, max_length=2)]
+SCHEMA = 2
+"""Version of `eval.json` and `cells.jsonl`; increased when old code would misread new files."""
+EVALUATION = "eval.json"
+OURS = "what `draftsmith eval` wrote"
+Bounds = Annotated[list[FiniteFloat], Field(min_length=2, max_length=2)]
 """The lower and the upper end of an interval."""
-Grid = list[list[Number]]
-"""[unit][repeat]"""
-
-
-class StoredSettings(TypedDict):
-    target: str
-    drafters: dict[str, str]
-    prompts: str
-    max_new_tokens: int
-    repeats: int
-    dtype: str
-
-
-class StoredEnvironment(TypedDict):
-    cpu: str
-    cpu_count: NotRequired[int | None]
-    torch_threads: int
-    accelerator: NotRequired[str | None]
-    versions: dict[str, str]
-    date: str
-
-
-class StoredSitting(TypedDict):
-    """The machine of one start of a measurement."""
-
-    cpu: str
-    accelerator: str | None
-
-
-class StoredIdentity(TypedDict):
-    """Fingerprints of models and prompts."""
-
-    target: NotRequired[str]
-    prompts: NotRequired[str]
-    drafters: NotRequired[dict[str, str]]
-
-
-class Guard(TypedDict):
-    """A result that is wrong or unfair: `guard` names the kind, `message` the case."""
-
-    guard: str
-    message: str
-
-
-class RowKey(TypedDict):
-    """A drafter with a policy at a temperature and batch size."""
-
-    drafter: str
-    drafter_type: str
-    policy: str
-    draft_length: int | None
-    rule: str
-    lossless: bool
-    temperature: Number
-    batch_size: Positive
-
-
-class StoredNumbers(TypedDict):
-    prompts: int
-    alpha: Number
-    alpha_interval: Bounds | None
-    tau: Number
-    tau_interval: Bounds | None
-    speedup: Number
-    speedup_interval: Bounds | None
-    acceptance_at: list[Number]
-    tested_at: NotRequired[list[int]]
-    """Rounds that tested each of these positions; missing in files of versions before 0.2."""
-    baseline_tokens_per_second: Number
-    tokens_per_second: Number
-    draft_share: Number
-    verify_share: Number
-    overhead_share: Number
-
-
-class RowNumbers(StoredNumbers):
-    """The measured part of a row."""
-
-    speedup_repeats: list[float]
-    prefill_seconds: float
-    baseline_prefill_seconds: float
-    decode_tokens: int
-    repeated_4grams: float
-
-
-class StoredRow(RowKey, StoredNumbers):
-    """A row as the model card, plots and comparisons read it."""
-
-    category: str
-    expected_tau: NotRequired[Number]
-    """Of chains: tau if every draft token were accepted with probability alpha."""
 
 
 class DivergencePlace(TypedDict):
@@ -135,82 +49,75 @@ class Diagnostics(TypedDict):
     cosine_correlation: float | None
 
 
-class EvalRow(StoredRow, RowNumbers):
-    """A row of `eval.json`: a drafter, policy, temperature, batch size and category."""
+class Row(TypedDict):
+    """A drafter with a policy at one temperature and batch size, over all prompts or those of one category."""
 
+    drafter: str
+    drafter_type: str
+    policy: str
+    draft_length: int | None
+    """Of chains of a fixed length."""
+    rule: str
+    lossless: bool
+    temperature: FiniteFloat
+    batch_size: PositiveInt
+    category: str
+    prompts: int
+    alpha: FiniteFloat
+    alpha_interval: Bounds | None
+    tau: FiniteFloat
+    tau_interval: Bounds | None
+    speedup: FiniteFloat
+    speedup_interval: Bounds | None
+    speedup_repeats: list[FiniteFloat]
+    acceptance_at: list[FiniteFloat]
+    tested_at: NotRequired[list[int]]
+    """Rounds that tested each of these positions; missing in files of versions before 0.2."""
+    baseline_tokens_per_second: FiniteFloat
+    tokens_per_second: FiniteFloat
+    draft_share: FiniteFloat
+    verify_share: FiniteFloat
+    overhead_share: FiniteFloat
+    prefill_seconds: FiniteFloat
+    baseline_prefill_seconds: FiniteFloat
+    decode_tokens: int
+    repeated_4grams: FiniteFloat
     greedy_identical: NotRequired[list[int]]
     """At temperature 0: greedy texts that equal the target's own, and all of them."""
     first_divergence: NotRequired[DivergencePlace | None]
     diagnostics: NotRequired[Diagnostics]
 
 
-class StoredSeries(TypedDict):
-    """Numbers of each unit and repeat; see `metrics.Series`."""
-
-    units: list[list[str]]
-    tokens: Grid
-    rounds: Grid
-    seconds: Grid
-    overlap: Grid
-    overlaps: Grid
-
-
-class StoredMeasurement(StoredSeries):
-    """The numbers of a drafter and policy at one temperature and batch size."""
-
-    drafter: str
-    policy: str
-    temperature: Number
-    batch_size: Positive
-
-
-def _require_one_shape(entry: StoredMeasurement) -> StoredMeasurement:
-    grids = (entry["tokens"], entry["rounds"], entry["seconds"], entry["overlap"], entry["overlaps"])
-    repeats = {len(row) for grid in grids for row in grid}
-    if {len(grid) for grid in grids} != {len(entry["units"])} or len(repeats) != 1 or 0 in repeats:
-        raise ValueError("as many rows as units, all equally long")
-    return entry
+def short_policy(policy: str) -> str:
+    """Return the policy's name without settings, or `γ=` and the length of a chain."""
+    name, _, settings = policy.partition(":")
+    return f"γ={settings.removeprefix('draft_length=')}" if name == "chain" else name
 
 
 class ServerRow(TypedDict):
     """A served drafter at a temperature and number of requests at a time; None for what the engine does not count."""
 
-    temperature: Number
-    concurrency: Positive
+    temperature: FiniteFloat
+    concurrency: PositiveInt
     prompts: int
-    tokens_per_second: Number
-    milliseconds_per_token: Number
+    tokens_per_second: FiniteFloat
+    milliseconds_per_token: FiniteFloat
     """Between two tokens of one text."""
-    alpha: Number | None
+    alpha: FiniteFloat | None
     """Share of the tested draft positions that were accepted."""
-    tau: Number | None
+    tau: FiniteFloat | None
     tau_interval: Bounds | None
-    acceptance_at: list[Number]
-    baseline_tokens_per_second: Number | None
-    speedup: Number | None
+    acceptance_at: list[FiniteFloat]
+    baseline_tokens_per_second: FiniteFloat | None
+    speedup: FiniteFloat | None
     speedup_interval: Bounds | None
 
 
-class StoredOnline(TypedDict):
-    """A measurement of a drafter that learned while it decoded, which 0.2 wrote."""
+class Guard(TypedDict):
+    """A result that is wrong or unfair: `guard` names the kind, `message` the case."""
 
-    drafter: str
-    """The copy that learned: its rows are of weights that changed."""
-
-
-class StoredEvaluation(TypedDict):
-    """The content of an `eval.json` that is read back."""
-
-    settings: StoredSettings
-    rows: list[StoredRow]
-    environment: StoredEnvironment
-    notes: list[str]
-    guards: list[Guard]
-    measurements: list[Annotated[StoredMeasurement, AfterValidator(_require_one_shape)]]
-    identity: StoredIdentity
-    server: NotRequired[list[ServerRow]]
-    """Rows of a served drafter instead of `rows`."""
-    online: NotRequired[StoredOnline | None]
+    guard: str
+    message: str
 
 
 class PlainSpeeds(TypedDict):
@@ -218,10 +125,10 @@ class PlainSpeeds(TypedDict):
 
     prompts: int
     identical: int
-    generate_tokens_per_second: Number
-    baseline_tokens_per_second: Number
-    ratio: Number
-    best_ratio: Number
+    generate_tokens_per_second: FiniteFloat
+    baseline_tokens_per_second: FiniteFloat
+    ratio: FiniteFloat
+    best_ratio: FiniteFloat
 
 
 class Sample(TypedDict):
@@ -240,7 +147,113 @@ class Sample(TypedDict):
     """Whether the text is longer than what is shown."""
 
 
-def checked(kind: Any, value: Any, place: Path | str, expected: str, *, strict: bool = False) -> Any:
+@dataclass(frozen=True)
+class Evaluation:
+    """A measurement, which `eval.json` stores; docs/guide/evaluate.md has its schema."""
+
+    settings: Settings
+    rows: list[Row]
+    environment: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+    guards: list[Guard] = field(default_factory=list)
+    measurements: list[Series] = field(default_factory=list)
+    """The numbers from which rows are computed, for comparisons prompt by prompt."""
+    samples: list[Sample] = field(default_factory=list)
+    identity: dict[str, Any] = field(default_factory=dict)
+    plain: PlainSpeeds | None = None
+    server: list[ServerRow] = field(default_factory=list)
+    """Rows of a served drafter instead of `rows`."""
+
+    def as_json(self) -> "StoredEvaluation":
+        """Return the content of `eval.json`, which has more keys than its readers need."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "settings"}
+        if not self.server:
+            del values["server"]
+        return cast(StoredEvaluation, {"schema": SCHEMA, "settings": asdict(self.settings), **values})
+
+
+class StoredSettings(TypedDict):
+    target: str
+    drafters: dict[str, str]
+    prompts: str
+    max_new_tokens: int
+    repeats: int
+    dtype: str
+
+
+class StoredEnvironment(TypedDict):
+    cpu: str
+    cpu_count: NotRequired[int | None]
+    torch_threads: int
+    accelerator: NotRequired[str | None]
+    versions: dict[str, str]
+    date: str
+
+
+class StoredIdentity(TypedDict):
+    """Fingerprints of models and prompts."""
+
+    target: NotRequired[str]
+    prompts: NotRequired[str]
+    drafters: NotRequired[dict[str, str]]
+
+
+class StoredOnline(TypedDict):
+    """A measurement of a drafter that learned while it decoded, which 0.2 wrote."""
+
+    drafter: str
+    """The copy that learned: its rows are of weights that changed."""
+
+
+def _require_one_shape(series: Series) -> Series:
+    grids = (series["tokens"], series["rounds"], series["seconds"], series["overlap"], series["overlaps"])
+    repeats = {len(row) for grid in grids for row in grid}
+    if {len(grid) for grid in grids} != {len(series["units"])} or len(repeats) != 1 or 0 in repeats:
+        raise ValueError("as many rows as units, all equally long")
+    return series
+
+
+class StoredEvaluation(TypedDict):
+    """The content of an `eval.json` that is read back."""
+
+    settings: StoredSettings
+    rows: list[Row]
+    environment: StoredEnvironment
+    notes: list[str]
+    guards: list[Guard]
+    measurements: list[Annotated[Series, AfterValidator(_require_one_shape)]]
+    identity: StoredIdentity
+    server: NotRequired[list[ServerRow]]
+    online: NotRequired[StoredOnline | None]
+
+
+def read_evaluation(path: Path) -> StoredEvaluation:
+    """Return the content of an `eval.json`, or of the one in a folder.
+
+    Raises:
+        ConfigError: for a file that is missing, that `draftsmith eval` did not write, or that has another schema.
+    """
+    file = path / EVALUATION if path.is_dir() else path
+    try:
+        value = read_json(file)
+    except OSError as error:
+        raise ConfigError(f"{path}; expected an eval.json or the folder of one, and there is none") from error
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON ({error}); expected {OURS}") from error
+    schema = value.get("schema") if isinstance(value, dict) else None
+    if schema != SCHEMA:
+        raise ConfigError(f"{file}: schema={schema!r}; expected {SCHEMA}: measure again with this version")
+    checked(StoredEvaluation, value, file, strict=True)
+    return cast(StoredEvaluation, value)  # with the keys that are not checked
+
+
+def frozen_rows(evaluation: StoredEvaluation) -> list[Row]:
+    """Return the rows without those of a drafter that learned while it was measured, which 0.2 wrote."""
+    online = evaluation.get("online")
+    return [row for row in evaluation["rows"] if online is None or row["drafter"] != online["drafter"]]
+
+
+def checked(kind: Any, value: Any, place: Path | str, *, strict: bool = False) -> Any:
     """Return `value` validated as `kind`; ConfigError naming `place` and the first key that does not fit.
 
     `strict`: refuse values of another type that could be converted, such as numbers in quotes.
@@ -251,4 +264,4 @@ def checked(kind: Any, value: Any, place: Path | str, expected: str, *, strict: 
         problem = error.errors()[0]
         key = ".".join(map(str, problem["loc"])) or "it"
         shown = one_line(repr(problem["input"]), 80)
-        raise ConfigError(f"{place}: {key}={shown} ({problem['msg']}); expected {expected}") from error
+        raise ConfigError(f"{place}: {key}={shown} ({problem['msg']}); expected {OURS}") from error

@@ -1,18 +1,29 @@
-"""Settings that `draftsmith eval`, `check`, `forecast` and `generate` share, and their validation before loading."""
+"""Settings that `eval`, `check`, `forecast`, `generate` and the demo share, and what they name: loaded once."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.bars import stage
+from draftsmith.decode.fitting import capabilities, require_readable
 from draftsmith.decode.policies import check_policy
 from draftsmith.decode.sampling import Sampling, require_seed
 from draftsmith.decode.verification import rule_named
 from draftsmith.distill.chat_template import template_text
-from draftsmith.distill.load_target import DTYPES, check_attention
+from draftsmith.distill.load_target import DTYPES, check_attention, load_processor, load_target, load_tokenizer
 from draftsmith.errors import ConfigError
+from draftsmith.eval.prompts import Prompt, PromptRows
+from draftsmith.heads.base import Drafter
+from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.heads.configs import is_named, parse_named
+from draftsmith.heads.model_config import context_limit
+from draftsmith.heads.untrusted import local_folder, read_config
 from draftsmith.names import EMBEDDED, check_target_name
+from draftsmith.safe_text import Terminal
 from draftsmith.storage import require_apart
 
 Variant = tuple[str, str]
@@ -49,6 +60,10 @@ class PairSettings:
     """Variables for the chat template in addition to the messages."""
     images: str | None = None
     """Folder of the images that prompts name; None: the folder of their file."""
+
+    def sampling(self, temperature: float) -> Sampling:
+        """Return the temperature with the cuts that go with it: none for greedy decoding."""
+        return Sampling(temperature) if temperature == 0 else Sampling(temperature, self.top_k, self.top_p)
 
     def policies_of(self, drafter: str) -> tuple[str, ...]:
         """Return the policies of the drafter with this name."""
@@ -119,3 +134,127 @@ def require_valid(
     if settings.chat_template is not None:
         template_text(settings.chat_template)
     check_target_name(settings.target)
+
+
+def require_same_settings(stored: Mapping[str, Any], settings: PairSettings, out: Path, what: str = "run") -> None:
+    """Raise ConfigError naming the first setting that differs from the one stored in `out`.
+
+    A setting that an earlier version did not store had its default; one that this version does not have was off.
+    """
+    now, defaults = _plain(asdict(settings)), _plain(defaults_of(settings))
+    for key in (*now, *(key for key in stored if key not in now and stored[key])):
+        there = stored.get(key, defaults.get(key))
+        if there != now.get(key):
+            raise ConfigError(
+                f"out={out} holds another {what}: {key}={there!r} there, {now.get(key)!r} here; expected another folder"
+            )
+
+
+def changed(settings: PairSettings) -> dict[str, Any]:
+    """Return the settings that do not have their default."""
+    defaults = defaults_of(settings)
+    return {name: value for name, value in asdict(settings).items() if name not in defaults or value != defaults[name]}
+
+
+def defaults_of(settings: PairSettings) -> dict[str, Any]:
+    """Return the defaults of all settings that have one."""
+    made = {each.name: each.default_factory() for each in fields(settings) if each.default_factory is not MISSING}
+    return made | {each.name: each.default for each in fields(settings) if each.default is not MISSING}
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values as JSON holds them."""
+    return json.loads(json.dumps(values))
+
+
+@dataclass(frozen=True)
+class Session:
+    """A loaded target with its drafters, and the prompts as token ids."""
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    drafters: dict[str, Drafter]
+    """By the names in `PairSettings.drafters`."""
+    prompts: list[Prompt]
+    """Prompts that fit into the context of the target and of every drafter."""
+    processor: Any = None
+    """The target's, where prompts have images."""
+
+
+def load_session(
+    settings: PairSettings,
+    rows: PromptRows | None,
+    *,
+    trust_remote_code: bool = False,
+    progress: bool = True,
+    images: bool = False,
+) -> Session:
+    """Load what validated settings name.
+
+    Args:
+        rows: the prompts, from `PromptRows.read`; None for a session without prompts.
+        progress: name the stage on stderr.
+        images: load the target's processor; done in any case where `rows` have images.
+
+    Raises:
+        ConfigError: for a target or a drafter that cannot be loaded, a policy with branches for a model that reads
+            chains only, or a prompt that is too long. Prompts that are too long for the target, and drafters that
+            are not there, are refused before its weights are read.
+    """
+
+    def encode(tokenizer: PreTrainedTokenizerBase, context: int | None) -> list[Prompt]:
+        template, options = settings.chat_template, settings.template_options
+        assert rows is not None
+        return rows.encode(
+            tokenizer,
+            count=settings.count,
+            context=context,
+            chat_template=template,
+            template_options=options,
+            processor=processor,
+        )
+
+    images = images or (rows is not None and rows.images)
+    processor = load_processor(settings.target, trust_remote_code=trust_remote_code) if images else None
+    prompts, limit = [], None
+    if rows is not None:
+        tokenizer, config = load_tokenizer(settings.target, trust_remote_code=trust_remote_code)
+        limit = context_limit(config)
+        prompts = encode(tokenizer, limit)
+    _require_there(settings.drafters.values())
+    with stage("loading the target and the drafters", shown=progress):
+        loaded = load_target(
+            settings.target,
+            dtype=settings.dtype,
+            attn_implementation=settings.attn_implementation,
+            trust_remote_code=trust_remote_code,
+            images=images,
+        )
+        drafters = {
+            name: load_drafter(path, loaded.model, loaded.tokenizer) for name, path in settings.drafters.items()
+        }
+    if (note := loaded.dtype_note("--dtype bfloat16")) is not None:
+        Terminal(stderr=True).print(note, markup=False, soft_wrap=True)
+    _require_readable(settings, loaded.model, drafters)
+    limits = [limit, *(drafter.context_limit for drafter in drafters.values())]
+    shortest = min((value for value in limits if value is not None), default=None)
+    if rows is not None and shortest != limit:
+        prompts = encode(loaded.tokenizer, shortest)
+    return Session(loaded.model, loaded.tokenizer, drafters, prompts, processor)
+
+
+def _require_there(drafters: Iterable[str]) -> None:
+    """Raise ConfigError for a drafter that cannot be found, before the target's weights are read."""
+    for path in drafters:
+        own = parse_named(path)[1].get("drafter") if is_named(path) else path
+        if own is not None and not is_named(own):
+            read_config(local_folder(own), own)
+
+
+def _require_readable(settings: PairSettings, target: PreTrainedModel, drafters: dict[str, Drafter]) -> None:
+    """Raise ConfigError for a policy whose drafts the target, or the draft model, cannot read."""
+    for name, drafter in drafters.items():
+        policies = settings.policies_of(name)
+        models = capabilities(target, drafter) if policies and not drafter.only_retrieves else []
+        for policy in policies:
+            require_readable(check_policy(policy), models)

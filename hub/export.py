@@ -15,11 +15,11 @@ from rich.table import Table
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.bars import stage
 from draftsmith.distill.embedded import embedded_target
 from draftsmith.distill.load_target import LoadedTarget, load_target
 from draftsmith.errors import ConfigError
 from draftsmith.eval.conventions import Reading, readings_of, self_test_lines
-from draftsmith.eval.stages import stage
 from draftsmith.heads.base import Drafter, TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, load_drafter, save_drafter
 from draftsmith.heads.configs import is_named

@@ -37,7 +37,7 @@ from draftsmith.storage import write_json, write_text
 
 if TYPE_CHECKING:
     from draftsmith.eval.plots import Plot
-    from draftsmith.eval.results import StoredEvaluation, StoredRow
+    from draftsmith.eval.results import Row, StoredEvaluation
 
 TASK = "text-generation"
 
@@ -73,7 +73,7 @@ def card_data(
     licence: str | None,
     base_model: str | None,
     datasets: list[str],
-    rows: "list[StoredRow]",
+    rows: "list[Row]",
     prompts: str,
 ) -> ModelCardData:
     """Return the metadata of a drafter's card.
@@ -108,7 +108,7 @@ def card_data(
     )
 
 
-def _results(row: "StoredRow", prompts: str) -> list[EvalResult]:
+def _results(row: "Row", prompts: str) -> list[EvalResult]:
     conditions = f"T={row['temperature']:g}, {row['policy']}, batch {row['batch_size']}"
     named = (("speedup", "speedup", 3), ("tau", "acceptance length tau", 3), ("alpha", "acceptance rate alpha", 4))
     return [
@@ -264,7 +264,7 @@ def write_card(
         write_json(folder / EVALUATION, {**evaluation, "measurements": [], "samples": []})
 
 
-def _overall(rows: "list[StoredRow]") -> "list[StoredRow]":
+def _overall(rows: "list[Row]") -> "list[Row]":
     """Return the rows over all prompts."""
     from draftsmith.eval.prompts import OVERALL
 
@@ -341,7 +341,7 @@ def _write_plots(folder: Path, plots: "list[Plot]") -> None:
         (folder / plot.file).write_bytes(plot.png)
 
 
-def _plots(rows: "list[StoredRow]", drafter: str, metrics: list[dict[str, Any]]) -> "list[Plot]":
+def _plots(rows: "list[Row]", drafter: str, metrics: list[dict[str, Any]]) -> "list[Plot]":
     from draftsmith.eval.plots import evaluation_plots, training_plots  # matplotlib: only where a card is written
 
     plots = evaluation_plots(rows) if rows else []

@@ -208,10 +208,7 @@ def _measured(publication: Publication) -> _Measured | None:
         place = publication.folder / EVALUATION
     if place is None:
         return None
-    from draftsmith.eval.evaluation import (
-        frozen_rows,
-        read_evaluation,
-    )  # loads the evaluation loop: only where there is one
+    from draftsmith.eval.results import frozen_rows, read_evaluation  # loads the decoder: only where there is one
 
     evaluation = read_evaluation(place)
     if evaluation.get("server"):  # its rows name no type and no weights

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.distill.dataset import HeldOut
 from draftsmith.heads.base import Drafter
+from draftsmith.metrics import acceptance_at, alpha, position_counts, tau
 from draftsmith.train.batch import Batch, ReadImages, response_tokens
 from draftsmith.train.data import TrainingData
 from draftsmith.train.engine import reduced
@@ -25,20 +26,14 @@ if TYPE_CHECKING:  # the decoder is imported by the first evaluation
 
 
 def _alpha(outputs: "Sequence[DecodeOutput]") -> float:
-    overlaps = [value for output in outputs for record in output.rounds for value in record.overlap]
-    return sum(overlaps) / max(1, len(overlaps))
+    overlaps = [value for output in outputs for value in output.overlaps]
+    return alpha(sum(overlaps), len(overlaps))
 
 
 def _tau(outputs: "Sequence[DecodeOutput]") -> float:
     """Return 1, the least tau, without a round, if every text ends with its first token: the first drafter is saved."""
-    rounds = sum(len(output.rounds) for output in outputs)
-    return sum(output.decode_tokens for output in outputs) / rounds if rounds else 1.0
-
-
-def _acceptance_at(outputs: "Sequence[DecodeOutput]") -> list[float]:
-    from draftsmith.decode.sequence import acceptance_at
-
-    return acceptance_at([record for output in outputs for record in output.rounds])
+    rounds = [len(output.rounds) for output in outputs]
+    return tau([output.decode_tokens for output in outputs], rounds) if any(rounds) else 1.0
 
 
 METRICS: "dict[str, Callable[[Sequence[DecodeOutput]], float | list[float]]]" = {
@@ -46,7 +41,7 @@ METRICS: "dict[str, Callable[[Sequence[DecodeOutput]], float | list[float]]]" = 
     "tau": _tau,
     "tokens": lambda outputs: [output.decode_tokens for output in outputs],
     "rounds": lambda outputs: [len(output.rounds) for output in outputs],
-    "acceptance_at": _acceptance_at,
+    "acceptance_at": lambda outputs: acceptance_at(position_counts(output.rounds) for output in outputs),
 }
 """Metrics of the decoded texts, by their key in `metrics.jsonl` and in trackers."""
 

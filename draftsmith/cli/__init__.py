@@ -30,7 +30,6 @@ from draftsmith.cli.options import (
     checked_recipe,
     named_drafters,
     print_json,
-    settings_of,
     suggest,
     template_options,
 )
@@ -75,7 +74,7 @@ draftsmith --help       lists every command\
 @app.callback(invoke_without_command=True)
 def _options(
     context: typer.Context,
-    version: Annotated[
+    version: Annotated[  # noqa: ARG001  # its callback prints it
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print version.")
     ] = False,
 ) -> None:
@@ -167,15 +166,22 @@ def generate(
         named_drafters([drafter])  # a folder that is missing is told before torch is imported
     from draftsmith.cli.generate import GenerateRequest, stream
 
-    request = settings_of(
-        GenerateRequest,
-        locals(),
+    request = GenerateRequest(
+        target=target,
         drafters={"drafter": drafter} if drafter else {},
         temperatures=(temperature,),
-        policies=() if policy is None else (policy,),
         draft_length=gamma,
-        stop_strings=tuple(stop or ()),
+        policies=() if policy is None else (policy,),
+        rule=rule,
         image_files=tuple(image or ()),
+        stop_strings=tuple(stop or ()),
+        max_new_tokens=max_new_tokens,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        compile=compile,
     )
     stream(prompt, request, trust_remote_code=trust_remote_code)
 
@@ -198,7 +204,16 @@ def demo(
     drafters, options = named_drafters([drafter]), template_options(template_option)
     from draftsmith.cli.demo import DemoRequest, serve
 
-    request = settings_of(DemoRequest, locals(), drafters=drafters, template_options=options)
+    request = DemoRequest(
+        target=target,
+        drafters=drafters,
+        host=host,
+        port=port,
+        chat_template=chat_template,
+        template_options=options,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+    )
     serve(request, trust_remote_code=trust_remote_code)
 
 

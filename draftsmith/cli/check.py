@@ -1,7 +1,5 @@
 """`draftsmith check`: a test of losslessness on this machine, with an exit code."""
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,7 +26,6 @@ from draftsmith.cli.options import (
     measuring,
     named_drafters,
     print_json,
-    settings_of,
     suggest,
     template_options,
 )
@@ -73,14 +70,25 @@ def check(
     drafters = named_drafters(drafter)
     from draftsmith.eval.lossless.check import CheckSettings
 
-    settings = settings_of(
-        CheckSettings,
-        locals(),
+    settings = CheckSettings(
+        target=target,
         drafters=drafters,
+        prompts=prompts,
+        count=count,
         temperatures=tuple(temperature or (0.0, 1.0)),
         draft_length=gamma,
         policies=tuple(policy or ()),
+        rule=rule,
+        tokens=tokens,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        chat_template=chat_template,
         template_options=template_options(template_option),
+        images=images,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        compile=compile,
     )
     rows = _validated(settings, out)
     if out is None:
@@ -111,6 +119,8 @@ def _validated(settings: "CheckSettings", out: Path | None) -> "PromptRows":
 
 def _require_folder(settings: "CheckSettings", out: Path) -> None:
     """Raise ConfigError if `out` holds the results of a check with other settings."""
+    from draftsmith.eval.settings import require_same_settings
+
     file = out / "check.json"
     if not file.exists():
         return
@@ -118,12 +128,7 @@ def _require_folder(settings: "CheckSettings", out: Path) -> None:
         before = dict(read_json(file)["settings"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"out={out} holds a check.json that is not ours; expected another folder") from error
-    for key, value in json.loads(json.dumps(asdict(settings))).items():
-        if before.get(key) != value:
-            raise ConfigError(
-                f"out={out} holds another check: {key}={before.get(key)!r} there, {value!r} here; "
-                "expected another folder"
-            )
+    require_same_settings(before, settings, out, "check")
 
 
 def _run(
@@ -135,7 +140,7 @@ def _run(
         DraftsmithError: after printing, if the results could not be written.
     """
     from draftsmith.eval.lossless.check import check
-    from draftsmith.eval.session import load_session
+    from draftsmith.eval.settings import load_session
     from draftsmith.storage import write_json, writing
 
     session = load_session(settings, rows, trust_remote_code=trust_remote_code)

@@ -12,13 +12,12 @@ from draftsmith.cli.race import Lane, race
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.profiling import measure_costs
-from draftsmith.decode.sequence import acceptance_at
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.sources import Conversation
 from draftsmith.errors import ConfigError, one_line, reason_of
-from draftsmith.eval.harness import fastest_threads, threads
-from draftsmith.eval.session import Session, load_session
-from draftsmith.eval.settings import PairSettings, require_valid
+from draftsmith.eval.baseline import fastest_threads, threads
+from draftsmith.eval.settings import PairSettings, Session, load_session, require_valid
+from draftsmith.metrics import acceptance_at, position_counts
 from draftsmith.safe_text import printable
 
 LOOPBACK = "127.0.0.1"
@@ -114,7 +113,7 @@ class Demo:
         return (
             _lane(prompt, alone, "target alone"),
             _lane(prompt, drafted, self.name),
-            _bars(acceptance_at(drafted.rounds)),
+            _bars(acceptance_at([position_counts(drafted.rounds)])),
             _comparison(alone, drafted, temperature),
         )
 

@@ -31,7 +31,6 @@ from draftsmith.cli.options import (
     measuring,
     named_drafters,
     print_json,
-    settings_of,
     suggest,
     template_options,
 )
@@ -96,33 +95,43 @@ def evaluate(
     """Measure acceptance and wall-clock speedup of drafters against the target alone."""
     if context.invoked_subcommand is not None:
         return
-    _require_pair(target, drafter)
-    drafters = named_drafters(drafter or [])  # before torch is imported
+    if target is None:
+        raise ConfigError("--target is missing; expected 'embedded', a local folder or a Hub id")
+    if not drafter:
+        raise ConfigError("--drafter is missing; expected at least one")
+    drafters = named_drafters(drafter)  # before torch is imported
     from draftsmith.eval.settings import Settings
 
-    settings = settings_of(
-        Settings,
-        locals(),
+    settings = Settings(
+        target=target,
         drafters=drafters,
+        prompts=prompts,
+        subset=subset,
+        split=split,
+        count=count,
         temperatures=tuple(temperature or (0.0, 1.0)),
         draft_lengths=tuple(gamma or ()),
         policies=tuple(policy or ()),
         batch_sizes=tuple(batch_size or (1,)),
+        rule=rule,
+        max_new_tokens=max_new_tokens,
+        top_k=top_k,
+        top_p=top_p,
+        repeats=repeats,
+        seed=seed,
+        chat_template=chat_template,
         template_options=template_options(template_option),
+        images=images,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        compile=compile,
     )
-    _measure(settings, drafter or [], out, as_json=as_json, trust_remote_code=trust_remote_code)
-
-
-def _require_pair(target: str | None, drafters: list[str] | None) -> None:
-    if target is None:
-        raise ConfigError("--target is missing; expected 'embedded', a local folder or a Hub id")
-    if not drafters:
-        raise ConfigError("--drafter is missing; expected at least one")
+    _measure(settings, drafter, out, as_json=as_json, trust_remote_code=trust_remote_code)
 
 
 def _measure(settings: "Settings", drafters: list[str], out: Path, *, as_json: bool, trust_remote_code: bool) -> None:
     """Measure, and print the results and what may follow."""
-    from draftsmith.eval.run import measure, show
+    from draftsmith.eval.evaluation import measure, show
     from draftsmith.train.run_folder import metrics_of
 
     title, runs = f"Drafters for {settings.target}", metrics_of(settings.drafters)
@@ -172,14 +181,21 @@ def serve(
     from draftsmith.eval.settings import Settings
     from draftsmith.safe_text import Terminal
 
-    sizes = tuple(concurrency or (1, 2, 4))
     section = server_section(url=address, model=model, top_p=top_p)
-    settings = settings_of(
-        Settings,
-        locals(),
+    settings = Settings(
+        target=target,
         drafters={model: address},
+        prompts=prompts,
+        subset=subset,
+        split=split,
+        count=count,
         temperatures=tuple(temperature or (0.0, 1.0)),
-        batch_sizes=sizes,
+        batch_sizes=tuple(concurrency or (1, 2, 4)),
+        max_new_tokens=max_new_tokens,
+        top_p=top_p,
+        repeats=repeats,
+        seed=seed,
+        chat_template=chat_template,
         template_options=template_options(template_option),
     )
     result = measure_server(section, settings, out, baseline=baseline, trust_remote_code=trust_remote_code)
@@ -206,9 +222,9 @@ def compare(
 ) -> None:
     """Compare drafters prompt by prompt, with 95 % intervals of the ratio of their speeds."""
     from draftsmith.eval.compare import compare_evaluations, comparison_table
-    from draftsmith.eval.evaluation import frozen_rows, read_evaluation
-    from draftsmith.eval.metrics import few_units
     from draftsmith.eval.prompts import OVERALL
+    from draftsmith.eval.results import frozen_rows, read_evaluation
+    from draftsmith.metrics import few_units
     from draftsmith.safe_text import Terminal
 
     read = [(folder, read_evaluation(folder)) for folder in (first, second) if folder is not None]

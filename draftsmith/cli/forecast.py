@@ -24,7 +24,6 @@ from draftsmith.cli.options import (
     measuring,
     named_drafters,
     print_json,
-    settings_of,
     suggest,
     template_options,
 )
@@ -87,14 +86,24 @@ def forecast(
     from draftsmith.eval.forecast.run import ForecastFiles, run
     from draftsmith.eval.forecast.served import ServedRequest
 
-    settings = settings_of(
-        ForecastSettings,
-        locals(),
+    settings = ForecastSettings(
+        target=target,
         drafters=drafters,
+        prompts=prompts,
         temperatures=tuple(temperature or (0.0, 1.0)),
+        max_draft_length=max_draft_length,
         policies=tuple(policy or ()),
+        rule=rule,
         batch_sizes=tuple(batch_size or (1,)),
+        count=count,
+        max_new_tokens=max_new_tokens,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        chat_template=chat_template,
         template_options=template_options(template_option),
+        dtype=dtype,
+        attn_implementation=attn_implementation,
     )
     served = ServedRequest(tuple(server), model, context, write) if server else None
     if served is None and (model, context, write) != (None, None, None):

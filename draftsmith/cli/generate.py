@@ -13,9 +13,8 @@ from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.detokenize import IncrementalText
 from draftsmith.distill.sources import Conversation, conversation
 from draftsmith.errors import ConfigError
-from draftsmith.eval.harness import fastest_threads, threads
-from draftsmith.eval.session import load_session
-from draftsmith.eval.settings import PairSettings, require_valid
+from draftsmith.eval.baseline import fastest_threads, threads
+from draftsmith.eval.settings import PairSettings, load_session, require_valid
 from draftsmith.safe_text import Terminal
 
 DRAFTED, OWN = "green", "bold"

@@ -3,10 +3,9 @@
 import json
 import os.path
 import shlex
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -79,15 +78,6 @@ SeedOption = Annotated[int, typer.Option("--seed", help="Seed of sampling.")]
 
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON, instead of tables.")]
-
-
-Settings = TypeVar("Settings")
-
-
-def settings_of(kind: type[Settings], options: Mapping[str, Any], **own: Any) -> Settings:
-    """Return the settings `kind`, a dataclass, with a command's `options` of the same names, and `own`."""
-    names = {field.name for field in fields(kind)}  # pyright: ignore[reportArgumentType]  # every kind is a dataclass
-    return kind(**{name: value for name, value in options.items() if name in names} | own)
 
 
 def print_json(value: Any) -> None:

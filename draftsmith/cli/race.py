@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sequence import Round
 from draftsmith.distill.detokenize import IncrementalText
-from draftsmith.eval.harness import threads
+from draftsmith.eval.baseline import threads
+from draftsmith.metrics import tau
 
 
 class _Left(Exception):
@@ -67,7 +68,7 @@ class Lane:
     @property
     def tau(self) -> float:
         """Mean number of tokens that a round commits; 0 before the first one."""
-        return sum(record.committed for record in self.rounds) / len(self.rounds) if self.rounds else 0.0
+        return tau([record.committed for record in self.rounds], len(self.rounds))
 
     def advance(self) -> None:
         """Decode one more round, at first the prefill, and wait for it."""

@@ -46,6 +46,7 @@ from draftsmith.errors import DraftsmithError
 from draftsmith.eval.teacher_forced import PositionStats, TargetText
 from draftsmith.heads.base import Drafter, SequenceState
 from draftsmith.heads.ngram import Hybrid, Retrieval
+from draftsmith.metrics import position_counts
 
 # Shapes: A anchors (committed tokens after which a round may begin), K draft positions.
 
@@ -341,10 +342,6 @@ def retrieved(drafter: Drafter, text: TargetText) -> RetrievalStats | None:
 
 def of_rounds(text: TargetText, rounds: Sequence[Round]) -> ExpectedRounds:
     """Return replayed or decoded rounds as `ExpectedRounds`."""
-    deepest = max((record.tested for record in rounds), default=0)
-    tested_K, accepted_K = np.zeros(deepest), np.zeros(deepest)
-    for record in rounds:
-        tested_K[: record.tested] += 1
-        accepted_K[: record.accepted] += 1
+    tested_K, accepted_K = (np.array(counts, dtype=float) for counts in position_counts(rounds))
     work = dict(Counter((record.drafted, record.depth) for record in rounds))
     return ExpectedRounds(text.decode_tokens, float(len(rounds)), work, tested_K, accepted_K)

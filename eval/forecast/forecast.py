@@ -10,11 +10,13 @@ from typing import Any, NamedTuple, TypedDict
 
 from transformers import PreTrainedModel
 
+from draftsmith.bars import stage
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.fitting import capabilities
 from draftsmith.decode.policies import Chain, Policy, default_policy, policy_named
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.errors import ConfigError
+from draftsmith.eval.baseline import fastest_threads, threads
 from draftsmith.eval.diagnostics import difference_measure, summary
 from draftsmith.eval.forecast.expected_rounds import (
     ExpectedRounds,
@@ -25,13 +27,10 @@ from draftsmith.eval.forecast.expected_rounds import (
     retrieved,
 )
 from draftsmith.eval.forecast.hardware import costs_parts, depth_of, measure_hardware, pass_costs, timeable
-from draftsmith.eval.forecast.profile import CostModel
+from draftsmith.eval.forecast.profile import CostModel, ForecastNumbers, numbers
 from draftsmith.eval.forecast.replay import replay
-from draftsmith.eval.forecast.speed import ForecastNumbers, numbers
-from draftsmith.eval.harness import fastest_threads, threads
 from draftsmith.eval.results import Diagnostics
 from draftsmith.eval.settings import PairSettings
-from draftsmith.eval.stages import stage
 from draftsmith.eval.teacher_forced import (
     TOGETHER,
     PositionStats,
@@ -88,10 +87,6 @@ class ForecastSettings(PairSettings):
     """Chains of 1 to `max_draft_length` draft tokens are compared."""
     batch_sizes: tuple[int, ...] = (1,)
     max_new_tokens: int = 96
-
-    def sampling(self, temperature: float) -> Sampling:
-        """Temperature with the cuts that go with it."""
-        return Sampling(temperature) if temperature == 0 else Sampling(temperature, self.top_k, self.top_p)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.bars import stage
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.passes.base import Plan
@@ -21,7 +22,6 @@ from draftsmith.decode.sequence import DecodeSequence, Round
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.errors import ConfigError
 from draftsmith.eval.forecast.profile import CostModel, DrafterSeconds
-from draftsmith.eval.stages import stage
 from draftsmith.eval.teacher_forced import TargetText
 from draftsmith.heads.base import Context, Drafter, TrainableDrafter
 from draftsmith.heads.draft_tree import Draft

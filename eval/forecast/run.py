@@ -22,8 +22,7 @@ from draftsmith.eval.forecast.served import (
     served_settings,
 )
 from draftsmith.eval.prompts import OVERALL, PromptRows
-from draftsmith.eval.session import Session, load_session
-from draftsmith.eval.settings import Settings, require_valid
+from draftsmith.eval.settings import Session, Settings, load_session, require_valid
 from draftsmith.heads.recall import memories
 from draftsmith.locks import hold_folder
 from draftsmith.safe_text import Terminal

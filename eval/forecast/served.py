@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from draftsmith.bars import stage
 from draftsmith.decode.policies import Chain
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.server.answers import COMPLETION
@@ -27,9 +28,7 @@ from draftsmith.eval.forecast.forecast import Forecast, ForecastSettings, best_o
 from draftsmith.eval.forecast.profile import ANY, CostModel, DrafterSeconds
 from draftsmith.eval.server.counters import CounterRoutes
 from draftsmith.eval.server.measure import ServerRun, settled
-from draftsmith.eval.session import Session
-from draftsmith.eval.settings import Settings
-from draftsmith.eval.stages import stage
+from draftsmith.eval.settings import Session, Settings
 from draftsmith.heads.base import Drafter, TrainableDrafter
 from draftsmith.heads.configs import is_named
 from draftsmith.heads.formats.common import RARE_IN_SGLANG, SGLANG, VLLM, vllm_type

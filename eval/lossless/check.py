@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel
 
-from draftsmith.bars import Bars, time_left
+from draftsmith.bars import Bars, stage, time_left
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sampling import Sampling
 from draftsmith.eval.lossless.draws import Done, Plan
@@ -18,7 +18,6 @@ from draftsmith.eval.lossless.greedy import Divergence, GreedyCheck, check_greed
 from draftsmith.eval.lossless.sampling import JOINT, POWER, SamplingCheck, check_sampling
 from draftsmith.eval.prompts import Prompt
 from draftsmith.eval.settings import PairSettings
-from draftsmith.eval.stages import stage
 from draftsmith.heads.base import Drafter
 from draftsmith.provenance import environment, model_fingerprint
 from draftsmith.safe_text import Terminal

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from datasets import Dataset
-from numpy.typing import NDArray
 
+from draftsmith.bars import stage
 from draftsmith.distill.asked import Asked
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.data_section import DataSection
@@ -21,11 +22,10 @@ from draftsmith.distill.server.probe import check_server, check_temperatures
 from draftsmith.distill.server.sampling import ServerSampler
 from draftsmith.distill.server.settings import ServerSection
 from draftsmith.errors import ConfigError, DraftsmithError, reason_of
-from draftsmith.eval.metrics import Series
 from draftsmith.eval.prompts import Batch, Prompt, batches
 from draftsmith.eval.server.counters import CounterRoutes, Counters
-from draftsmith.eval.settings import Settings
-from draftsmith.eval.stages import stage
+from draftsmith.eval.settings import Settings, Variant
+from draftsmith.metrics import Series, as_series
 from draftsmith.reading import read_text
 from draftsmith.storage import write_text, writing
 
@@ -36,69 +36,56 @@ SETTLE_SECONDS = 0.2
 SETTLE_READINGS = 50
 
 
-class ServerSeries:
-    """The numbers of one server under one condition, each [unit][repeat]; a unit is a batch of prompts."""
+class Numbers(NamedTuple):
+    """Tokens and seconds of a batch, and the engine's counts of verified drafts and of accepted tokens by position."""
 
-    def __init__(self, units: list[list[str]], repeats: int) -> None:
-        self.units = units
-        self.tokens, self.rounds, self.seconds, self.accepted, self.tested = (
-            np.zeros((len(units), repeats)) for _ in range(5)
-        )
-        self.tested_at: list[float] = []
-        self.accepted_at: list[float] = []
-        """By draft position, over all units and repeats."""
+    tokens: int
+    seconds: float
+    drafts: float
+    accepted: tuple[float, ...]
 
-    def add(self, unit: int, repeat: int, tokens: int, seconds: float, counted: Counters) -> None:
-        """Add the answers to one batch.
+    @property
+    def rounds(self) -> float:
+        """Rounds of all texts.
 
         Every round commits one token that was not drafted; vLLM counts the rounds with a draft only. The tokens of a
         server without drafts are one a round.
         """
-        undrafted = tokens - sum(counted.accepted)
-        rounds = max(counted.rounds, undrafted) if counted.accepted else counted.rounds or tokens
-        tested = (counted.rounds, *counted.accepted[:-1]) if counted.accepted else ()
-        place = (unit, repeat)
-        numbers = (tokens, rounds, seconds, sum(counted.accepted), sum(tested))
-        for grid, number in zip(self._grids, numbers, strict=True):
-            grid[place] += number
-        missing = [0.0] * (len(tested) - len(self.tested_at))
-        self.tested_at, self.accepted_at = self.tested_at + missing, self.accepted_at + missing
-        for position, (reached, taken) in enumerate(zip(tested, counted.accepted, strict=True)):
-            self.tested_at[position] += reached
-            self.accepted_at[position] += taken
+        if self.accepted:
+            return max(self.drafts, self.tokens - sum(self.accepted))
+        return self.drafts or self.tokens
 
     @property
-    def _grids(self) -> tuple[NDArray, ...]:
-        return self.tokens, self.rounds, self.seconds, self.accepted, self.tested
+    def tested(self) -> tuple[float, ...]:
+        """Rounds that tested each draft position; empty where the engine does not count positions."""
+        return (self.drafts, *self.accepted[:-1]) if self.accepted else ()
 
-    @property
-    def series(self) -> Series:
-        """The numbers as a local measurement has them; alpha is the share of tested positions that were accepted."""
-        return Series(self.units, *self._grids)
+
+Batches = dict[tuple[int, int], Numbers]
+"""By unit (batch of prompts) and repeat."""
+
+
+def series_of(arm: Variant, condition: Condition, units: list[list[str]], found: Batches) -> Series:
+    """Return the numbers as a local measurement has them; alpha is the share of tested positions that were accepted."""
+    sums = np.zeros((5, len(units), 1 + max(repeat for _, repeat in found)))
+    for (unit, repeat), batch in found.items():
+        sums[:, unit, repeat] = batch.tokens, batch.rounds, batch.seconds, sum(batch.accepted), sum(batch.tested)
+    return as_series(arm, *condition, units, sums)
 
 
 @dataclass(frozen=True)
 class Measured:
     """A server's numbers by condition, and whether they have rounds."""
 
-    conditions: dict[Condition, ServerSeries]
+    conditions: Mapping[Condition, Batches]
     counted: bool
     """The engine counts drafts or verifications, so that tau is known."""
     sglang_tau: float | None = None
     """SGLang's own mean since its start, where it counts no verifications."""
 
 
-class Numbers(NamedTuple):
-    """Tokens and seconds of a batch, and the engine's counts of verified drafts and of accepted tokens by position."""
-
-    tokens: int
-    seconds: float
-    rounds: float
-    accepted: tuple[float, ...]
-
-
-def _numbers(tokens: Any, seconds: Any, rounds: Any, accepted: Any) -> Numbers:
-    return Numbers(int(tokens), float(seconds), float(rounds), tuple(float(count) for count in accepted))
+def _numbers(tokens: Any, seconds: Any, drafts: Any, accepted: Any) -> Numbers:
+    return Numbers(int(tokens), float(seconds), float(drafts), tuple(float(count) for count in accepted))
 
 
 class BatchJournal:
@@ -106,9 +93,10 @@ class BatchJournal:
 
     Args:
         key: of everything that the numbers depend on.
+        earlier: the key of the same measurement in earlier versions.
     """
 
-    def __init__(self, file: Path, key: str) -> None:
+    def __init__(self, file: Path, key: str, earlier: str | None = None) -> None:
         self._file = file
         try:
             text = read_text(file) if file.exists() else ""
@@ -117,7 +105,7 @@ class BatchJournal:
             self._done = {json.dumps(place): _numbers(*numbers) for place, numbers in entries}
         except (OSError, ValueError, TypeError, OverflowError) as error:
             raise ConfigError(f"{file} is damaged ({reason_of(error)}); expected another --out") from error
-        if stored != key:
+        if stored not in (key, earlier):
             raise ConfigError(
                 f"{file} has batches of a measurement with other options; expected them, or another --out"
             )
@@ -125,11 +113,11 @@ class BatchJournal:
             write_text(file, whole)
         self._head = "" if whole else json.dumps(key) + "\n"
 
-    def get(self, place: list[Any]) -> "Numbers | None":
+    def get(self, place: list[Any]) -> Numbers | None:
         """Return the numbers of a batch; None for one that was not measured."""
         return self._done.get(json.dumps(place))
 
-    def add(self, place: list[Any], numbers: "Numbers") -> None:
+    def add(self, place: list[Any], numbers: Numbers) -> None:
         """Store the numbers of a batch."""
         with writing(self._file, "batches so far are kept"), self._file.open("a", encoding="utf-8") as file:
             file.write(f"{self._head}{json.dumps([place, numbers])}\n")
@@ -172,9 +160,10 @@ class ServerRun:
     async def checked(self, client: ServerClient) -> ServerSampler:
         """Return the client of the server, after the checks that it serves the target."""
         sampler = self.sampler(self.settings.temperatures[0], 0)
-        await check_server(sampler, self._questions(), client, target=self.settings.target)
+        questions = Dataset.from_list([{"input_ids": p.input_ids, "turns": _turns(p)} for p in self.prompts])
+        await check_server(sampler, questions, client, target=self.settings.target)
         if max(self.settings.temperatures) > 0:
-            await check_temperatures(sampler, self._questions(), client)
+            await check_temperatures(sampler, questions, client)
         return sampler
 
     def sampler(self, temperature: float, repeat: int) -> ServerSampler:
@@ -183,9 +172,6 @@ class ServerRun:
         data = DataSection(response_tokens=tokens, temperature=temperature, server=self.server)
         seed = self.settings.seed + 10_007 * repeat
         return ServerSampler(data, self.chat, seed, self.context, self.settings.target)
-
-    def _questions(self) -> Dataset:
-        return Dataset.from_list([{"input_ids": p.input_ids, "turns": _turns(p)} for p in self.prompts])
 
     async def batch(self, sampler: ServerSampler, client: ServerClient, group: Batch, unit: int) -> tuple[int, float]:
         """Return the tokens and the seconds of a batch: all its prompts at a time, turn by turn.
@@ -243,27 +229,23 @@ async def _measured(runs: dict[str, ServerRun], journal: BatchJournal, done: Any
             asked[name] = _Asked(run, client, await run.checked(client), CounterRoutes(run.server.base_url))
         for each in (asked[name] for name in runs):
             await each.run.batch(each.sampler, each.client, batches(each.run.prompts, 1)[0], 0)  # warm-up
-        run, found = next(iter(runs.values())), {name: dict[Condition, ServerSeries]() for name in runs}
-        drafted = dict.fromkeys(runs, 0.0)
-        for temperature, size in run.conditions:
-            for of in found.values():
-                of[temperature, size] = ServerSeries(run.units(size), run.settings.repeats)
-            places = [(repeat, unit) for repeat in range(run.settings.repeats) for unit in range(len(run.units(size)))]
-            for repeat, unit in places:
-                for name in list(runs)[:: -1 if (repeat + unit) % 2 else 1]:
-                    place = [name, temperature, size, repeat, unit]
-                    numbers = journal.get(place)
-                    if numbers is None:
-                        group = batches(run.prompts, size)[unit]
-                        numbers = await asked[name].numbers(temperature, repeat, unit, group)
-                        journal.add(place, numbers)
-                    counted = Counters(True, numbers.rounds, numbers.accepted)
-                    found[name][temperature, size].add(unit, repeat, numbers.tokens, numbers.seconds, counted)
-                    drafted[name] += numbers.rounds
-                    done()
+        run, found = next(iter(runs.values())), {name: dict[Condition, Batches]() for name in runs}
+        for condition in run.conditions:
+            groups = batches(run.prompts, condition[1])
+            for repeat in range(run.settings.repeats):
+                for unit, group in enumerate(groups):
+                    for name in list(runs)[:: -1 if (repeat + unit) % 2 else 1]:
+                        place = [name, *condition, repeat, unit]
+                        numbers = journal.get(place)
+                        if numbers is None:
+                            numbers = await asked[name].numbers(condition[0], repeat, unit, group)
+                            journal.add(place, numbers)
+                        found[name].setdefault(condition, {})[unit, repeat] = numbers
+                        done()
+    counted = {name: any(n.drafts for of in each.values() for n in of.values()) for name, each in found.items()}
     return {
-        name: Measured(of, drafted[name] > 0, None if drafted[name] else asked[name].routes.sglang_tau())
-        for name, of in found.items()
+        name: Measured(each, counted[name], None if counted[name] else asked[name].routes.sglang_tau())
+        for name, each in found.items()
     }
 
 

@@ -1,6 +1,6 @@
 """`draftsmith eval server`: validate, measure one or two servers, and write the report."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +12,22 @@ from draftsmith.distill.load_target import load_tokenizer
 from draftsmith.distill.server.settings import ServerSection, require_client
 from draftsmith.errors import ConfigError
 from draftsmith.eval.compare import MATTER_SERVED
-from draftsmith.eval.evaluation import EVALUATION, read_evaluation
-from draftsmith.eval.journal import SCHEMA
-from draftsmith.eval.metrics import (
-    Draws,
-    Series,
-    acceptance_at,
-    alpha,
-    few_units,
-    percentiles,
-    ratio,
-    resampled_speedups,
-    resampled_taus,
-    speeds,
-    speedup,
-    tau,
-)
 from draftsmith.eval.prompts import PromptRows, prompts_fingerprint
 from draftsmith.eval.report import interval
-from draftsmith.eval.results import ServerRow, StoredMeasurement
-from draftsmith.eval.server.measure import BatchJournal, Condition, Measured, ServerRun, measure_in_turns
-from draftsmith.eval.settings import BASELINE, Settings, require_valid
+from draftsmith.eval.results import EVALUATION, Evaluation, ServerRow, read_evaluation
+from draftsmith.eval.server.measure import (
+    Batches,
+    BatchJournal,
+    Condition,
+    Measured,
+    ServerRun,
+    measure_in_turns,
+    series_of,
+)
+from draftsmith.eval.settings import BASELINE, Settings, changed, require_valid
 from draftsmith.heads.model_config import context_limit
 from draftsmith.locks import hold_folder
+from draftsmith.metrics import Series, acceptance_at, alpha, few_units, intervals, ratio, speeds, speedup, tau
 from draftsmith.provenance import environment, fingerprint
 from draftsmith.safe_text import markdown
 from draftsmith.storage import write_json, write_text, writing
@@ -46,34 +39,9 @@ JOURNAL = "batches.jsonl"
 COLUMNS = ("T", "requests", "tok/s", "ms a token", "tau", "acceptance by position", "alone tok/s", "speedup")
 
 
-@dataclass(frozen=True)
-class ServerMeasurement:
-    """The content of `eval.json` of served drafters; its `measurements` are those of a local one."""
-
-    settings: Settings
-    rows: list[ServerRow]
-    notes: list[str]
-    identity: dict[str, Any]
-    measurements: list[StoredMeasurement]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the content of `eval.json`. `rows`, those of decoding in this process, are empty."""
-        return {
-            "schema": SCHEMA,
-            "settings": asdict(self.settings),
-            "rows": [],
-            "server": self.rows,
-            "environment": environment(),
-            "notes": self.notes,
-            "guards": [],
-            "measurements": self.measurements,
-            "identity": self.identity,
-        }
-
-
 def measure_server(
     server: ServerSection, settings: Settings, out: Path, *, baseline: str | None, trust_remote_code: bool = False
-) -> ServerMeasurement:
+) -> Evaluation:
     """Measure a server, and write `report.md` and `eval.json` to `out`.
 
     Args:
@@ -103,12 +71,17 @@ def measure_server(
             urls.append(baseline)
         elif baseline is not None:
             alone = _stored_baseline(baseline, run, identity["prompts"])
-        key = fingerprint([asdict(settings), server.sampling, urls, identity["prompts"]])
-        found = measure_in_turns(runs, BatchJournal(out / JOURNAL, key))
+        key, earlier = (
+            fingerprint([options, server.sampling, urls, identity["prompts"]])
+            for options in (changed(settings), asdict(settings))
+        )
+        found = measure_in_turns(runs, BatchJournal(out / JOURNAL, key, earlier))
         measured = found.pop(name)
         for other in found.values():
-            alone = {place: each.series for place, each in other.conditions.items()}
-        result = _measurement(settings, name, measured, alone, identity)
+            alone = {
+                place: series_of(BASELINE, place, run.units(place[1]), of) for place, of in other.conditions.items()
+            }
+        result = _evaluation(run, name, measured, alone, identity)
         with writing(out, KEPT):
             write_text(out / "report.md", _markdown(result))
             write_json(out / EVALUATION, result.as_json())
@@ -144,10 +117,10 @@ def _stored_baseline(baseline: str, run: ServerRun, prompts: str) -> dict[Condit
     alone = [entry for entry in entries if entry["drafter"] == BASELINE[0]] or entries
     if any(entry["policy"] == ENGINE for entry in alone):
         raise ConfigError(f"baseline={baseline} was measured on a server that drafts; expected one without a drafter")
-    found = {(entry["temperature"], entry["batch_size"]): Series.from_json(entry) for entry in alone}
+    found = {(entry["temperature"], entry["batch_size"]): entry for entry in alone}
     for place in run.conditions:
         units, repeats = run.units(place[1]), run.settings.repeats
-        if place not in found or found[place].units != units or found[place].tokens.shape[1] != repeats:
+        if place not in found or found[place]["units"] != units or len(found[place]["tokens"][0]) != repeats:
             raise ConfigError(
                 f"baseline={baseline} has no {repeats} repeats of these prompts at T={place[0]:g}, concurrency "
                 f"{place[1]}; expected a measurement with the same --temperature, --concurrency, --repeats and --count"
@@ -155,57 +128,52 @@ def _stored_baseline(baseline: str, run: ServerRun, prompts: str) -> dict[Condit
     return found
 
 
-def _measurement(
-    settings: Settings, name: str, measured: Measured, alone: dict[Condition, Series], identity: dict[str, Any]
-) -> ServerMeasurement:
+def _evaluation(
+    run: ServerRun, name: str, measured: Measured, alone: dict[Condition, Series], identity: dict[str, Any]
+) -> Evaluation:
     rows: list[ServerRow] = []
-    entries: list[StoredMeasurement] = []
-    for place, each in measured.conditions.items():
-        base = alone.get(place)
-        row = _row(place, each.series, base, settings.seed, measured)
-        row["acceptance_at"] = acceptance_at([(each.tested_at, each.accepted_at)])
-        rows.append(row)
-        entries.append(_entry((name, ENGINE) if measured.counted else (name, ""), place, each.series))
-        if base is not None:
-            entries.append(_entry(BASELINE, place, base))
-    return ServerMeasurement(settings, rows, _notes(measured), identity, entries)
+    measurements: list[Series] = []
+    arm = (name, ENGINE if measured.counted else "")
+    for place, batches in measured.conditions.items():
+        series, base = series_of(arm, place, run.units(place[1]), batches), alone.get(place)
+        rows.append(row_of(series, base, batches, seed=run.settings.seed, counted=measured.counted))
+        measurements += [series] if base is None else [series, {**base, "drafter": BASELINE[0], "policy": BASELINE[1]}]
+    return Evaluation(
+        run.settings,
+        rows=[],
+        environment=environment(),
+        notes=_notes(measured, measurements),
+        measurements=measurements,
+        identity=identity,
+        server=rows,
+    )
 
 
-def _entry(arm: tuple[str, str], place: Condition, series: Series) -> StoredMeasurement:
-    return {"drafter": arm[0], "policy": arm[1], "temperature": place[0], "batch_size": place[1], **series.as_json()}
-
-
-def _row(place: Condition, spec: Series, base: Series | None, seed: int, measured: Measured) -> ServerRow:
-    units, repeats = spec.tokens.shape
-    texts_U1 = np.array([[len(unit)] for unit in spec.units])  # the last batch may hold fewer than the others
-    draws = Draws.of(units, repeats, np.random.default_rng(seed)) if units > 1 else None
-    counted = measured.counted
-    row: ServerRow = {
-        "temperature": place[0],
-        "concurrency": place[1],
-        "prompts": sum(map(len, spec.units)),
+def row_of(spec: Series, base: Series | None, batches: Batches, *, seed: int, counted: bool) -> ServerRow:
+    """Return the row of a condition; `counted`: whether the engine counts drafts, so that tau is known."""
+    texts_U1 = np.array([[len(unit)] for unit in spec["units"]])  # the last batch may hold fewer than the others
+    seconds_R, bounds = (texts_U1 * spec["seconds"]).sum(0), intervals(base, spec, seed)
+    return {
+        "temperature": spec["temperature"],
+        "concurrency": spec["batch_size"],
+        "prompts": sum(map(len, spec["units"])),
         "tokens_per_second": float(np.median(speeds(spec))),
-        "milliseconds_per_token": 1000 * float(np.median(ratio((texts_U1 * spec.seconds).sum(0), spec.tokens.sum(0)))),
-        "alpha": alpha(spec) if counted and spec.overlaps.any() else None,
-        "tau": tau(spec) if counted else None,
-        "tau_interval": percentiles(resampled_taus(spec, draws)) if counted and draws else None,
-        "acceptance_at": [],
-        "baseline_tokens_per_second": None,
-        "speedup": None,
-        "speedup_interval": None,
+        "milliseconds_per_token": 1000 * float(np.median(ratio(seconds_R, np.sum(spec["tokens"], 0)))),
+        "alpha": alpha(spec["overlap"], spec["overlaps"]) if counted and np.any(spec["overlaps"]) else None,
+        "tau": tau(spec["tokens"], spec["rounds"]) if counted else None,
+        "tau_interval": bounds["tau_interval"] if counted else None,
+        "acceptance_at": acceptance_at((batch.tested, batch.accepted) for batch in batches.values()),
+        "baseline_tokens_per_second": None if base is None else float(np.median(speeds(base))),
+        "speedup": None if base is None else speedup(base, spec),
+        "speedup_interval": bounds["speedup_interval"],
     }
-    if base is not None:
-        row["baseline_tokens_per_second"] = float(np.median(speeds(base)))
-        row["speedup"] = speedup(base, spec)
-        row["speedup_interval"] = percentiles(resampled_speedups(base, spec, draws)) if draws else None
-    return row
 
 
-def _notes(measured: Measured) -> list[str]:
+def _notes(measured: Measured, measurements: list[Series]) -> list[str]:
     found = [
         "Seconds are those of whole requests, prefill and network included, without other requests to the servers."
     ]
-    found += few_units(each.units for each in measured.conditions.values())
+    found += few_units(series["units"] for series in measurements)
     if not measured.counted:
         found.append(
             "The server's metrics count no drafts: it does not speculate, or its metrics are off (SGLang: "
@@ -216,12 +184,12 @@ def _notes(measured: Measured) -> list[str]:
     return found
 
 
-def server_table(result: ServerMeasurement) -> Table:
+def server_table(result: Evaluation) -> Table:
     """Return the rows as a table."""
     table = Table(title="The served drafter (95 % intervals below)", pad_edge=False)
     for column in COLUMNS:
         table.add_column(column, justify="right")
-    for row in result.rows:
+    for row in result.server:
         table.add_row(*(f"{value}\n{bounds}" if bounds else value for value, bounds in _cells(row)))
     return table
 
@@ -241,10 +209,10 @@ def _cells(row: ServerRow) -> list[tuple[str, str]]:
     ]
 
 
-def _markdown(result: ServerMeasurement) -> str:
+def _markdown(result: Evaluation) -> str:
     (name, address), settings = *result.settings.drafters.items(), result.settings
     lines = [f"# {markdown(name)} on a server", "", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    for row in result.rows:
+    for row in result.server:
         cells = (f"{value} {bounds}".strip() for value, bounds in _cells(row))
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *(f"- {markdown(note)}" for note in result.notes), "", "## Conditions", "", "| | |", "|---|---|"]

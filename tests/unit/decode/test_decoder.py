@@ -20,9 +20,9 @@ from draftsmith.decode.verification import VerifyResult
 from draftsmith.errors import ConfigError
 from draftsmith.eval.forecast.expected_rounds import of_rounds
 from draftsmith.eval.journal import TextRecord
-from draftsmith.eval.metrics import acceptance_at
 from draftsmith.eval.teacher_forced import TargetText
 from draftsmith.heads import DraftModel, Medusa
+from draftsmith.metrics import acceptance_at
 
 PROMPT = [5, 9, 33, 2]
 

@@ -265,7 +265,7 @@ def test_the_attention_implementation_reaches_the_loader(
         given.append(attn_implementation)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("draftsmith.eval.session.load_target", load_target)
+    monkeypatch.setattr("draftsmith.eval.settings.load_target", load_target)
     call = [command, *(["a"] if command == "generate" else []), "--target", "embedded", "--drafter", "suffix"]
     call += [] if command == "generate" else ["--out", str(tmp_path / "out"), "--count", "1"]
     with pytest.raises(SystemExit):

@@ -11,7 +11,7 @@ from draftsmith import SpeculativeDecoder
 from draftsmith.cli.demo import CHAIN, DEFAULT, Demo, DemoRequest
 from draftsmith.cli.race import Lane, race
 from draftsmith.errors import ConfigError
-from draftsmith.eval.session import Session
+from draftsmith.eval.settings import Session
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel

@@ -4,9 +4,8 @@ import random
 from typing import Any
 
 from draftsmith.decode.sequence import DecodeOutput, Round
-from draftsmith.eval.evaluation import Evaluation
-from draftsmith.eval.journal import BatchKey, Measurement
-from draftsmith.eval.metrics import Series
+from draftsmith.eval.journal import Cell, Place
+from draftsmith.eval.results import Evaluation
 from draftsmith.eval.settings import BASELINE, Settings
 from draftsmith.provenance import environment
 
@@ -16,10 +15,10 @@ def output(rounds: list[Round], tokens: list[int] | None = None) -> DecodeOutput
     return DecodeOutput([1], tokens or list(range(count)), rounds, 0.5, "length")
 
 
-def cell(*outputs: DecodeOutput, repeat: int = 0, group: int = 0, **place: Any) -> Measurement:
+def cell(*outputs: DecodeOutput, repeat: int = 0, group: int = 0, **place: Any) -> Cell:
     arm = (place.pop("drafter", "d"), place.pop("policy", "chain:draft_length=2"))
     key = {"temperature": 0.0, "batch_size": len(outputs), "group": group, "repeat": repeat, "turn": 0, **place}
-    return Measurement.of(arm, BatchKey(**key), [f"{group}.{number}" for number in range(len(outputs))], list(outputs))
+    return Cell.of(arm, Place(**key), [f"{group}.{number}" for number in range(len(outputs))], list(outputs))
 
 
 def row(**changes: Any) -> dict[str, Any]:
@@ -52,7 +51,6 @@ def row(**changes: Any) -> dict[str, Any]:
         "baseline_prefill_seconds": 0.1,
         "decode_tokens": 100,
         "repeated_4grams": 0.0,
-        "expected_tau": 2.44,
         "greedy_identical": [2, 2],
     }
     return {**values, **changes}
@@ -98,5 +96,5 @@ def measured(
         tokens, nothing = [[100.0] * 3] * prompts, [[0.0] * 3] * prompts
         series = {"tokens": tokens, "rounds": rounds, "seconds": seconds, "overlap": nothing, "overlaps": nothing}
         head = {"drafter": arm[0], "policy": arm[1], "temperature": 0.0, "batch_size": 1}
-        found.append({**head, **Series.from_json({"units": [[str(u)] for u in range(prompts)], **series}).as_json()})
+        found.append({**head, "units": [[str(u)] for u in range(prompts)], **series})
     return evaluation(measurements=found).as_json()

@@ -8,11 +8,8 @@ from conftest import make_llama
 from unit.eval.made import PLAIN, cell, output, row
 
 from draftsmith.decode.sequence import Round
-from draftsmith.eval.guards import _repetition, dtype_of, guards, notes
-from draftsmith.eval.harness import Run
-from draftsmith.eval.metrics import row_numbers
-from draftsmith.eval.prompts import Prompt
-from draftsmith.eval.settings import Settings
+from draftsmith.eval.guards import _repetition, dtype_of, guards
+from draftsmith.eval.rows import row_of
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel
 
@@ -51,32 +48,17 @@ def test_a_batch_may_be_faster_than_its_tau() -> None:
     """Of two texts only the longer one is accepted: 95 rounds of the batch become 19."""
     plain, rejected = Round(0, 0, 0, 1, (), 0.0, 1.0, 1.0), Round(4, 4, 0, 1, (0.0,), 0.0, 1.0, 1.0)
     accepted = Round(4, 4, 4, 5, (1.0,) * 4, 0.0, 1.0, 1.0)
-    numbers = row_numbers(
+    found = row_of(
         [cell(output([plain] * 95), output([plain] * 19))], [cell(output([accepted] * 19), output([rejected] * 19))]
     )
-    assert (numbers["speedup"], numbers["tau"]) == (5.0, 3.0)
-    assert guards([row(**numbers, batch_size=2)], PLAIN, SAME) == []
+    assert (found["speedup"], found["tau"], found["batch_size"]) == (5.0, 3.0, 2)
+    assert guards([found], PLAIN, SAME) == []
 
 
 def test_repetitive_text_is_noted_once_a_temperature() -> None:
     rows = [row(repeated_4grams=0.4), row(repeated_4grams=0.5), row(temperature=1.0, repeated_4grams=0.1)]
     (note,) = _repetition([*rows, row(category="qa", temperature=1.0, repeated_4grams=0.9)])
     assert note.startswith("At T=0 50% of the generated 4-grams")
-
-
-@pytest.mark.parametrize(
-    ("prompts", "sizes", "said"),
-    [
-        (24, (1,), []),
-        (24, (1, 12), ["Measured on 24 prompts in 2 batches: differences of a few percent mean little"]),
-        (19, (1,), ["Measured on 19 prompts: differences"]),
-    ],
-)
-def test_few_units_of_the_bootstrap_are_noted(prompts: int, sizes: tuple[int, ...], said: list[str]) -> None:
-    asked = [Prompt(str(number), "c", [5]) for number in range(prompts)]
-    run = Run(make_llama(), {}, asked, Settings("t", {}, "p", batch_sizes=sizes))
-    found = [note for note in notes(run, []) if note.startswith("Measured on")]
-    assert [note.startswith(text) for note, text in zip(found, said, strict=True)] == [True] * len(said)
 
 
 def test_dtypes_are_those_of_the_weights() -> None:

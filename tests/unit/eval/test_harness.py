@@ -1,6 +1,7 @@
 """The run itself on tiny models: what is asked, in which order, and what is kept."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,10 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from draftsmith.decode.costs import Costs
 from draftsmith.distill.sources import Conversation
 from draftsmith.errors import ConfigError
+from draftsmith.eval.baseline import compare_with_generate
 from draftsmith.eval.evaluation import evaluate
-from draftsmith.eval.harness import BatchKey, Run
-from draftsmith.eval.hf_baseline import compare_with_generate
-from draftsmith.eval.journal import Journal
+from draftsmith.eval.harness import Run
+from draftsmith.eval.journal import Journal, Place
 from draftsmith.eval.prompts import Prompt
 from draftsmith.eval.settings import BASELINE, Settings
 from draftsmith.heads import Medusa
@@ -33,8 +34,8 @@ def _prompt(name: str, tokenizer: PreTrainedTokenizerFast, *turns: str, category
 def _no_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs only decide paddings here, and speeds nothing: seconds for each test."""
     monkeypatch.setattr("draftsmith.eval.harness.measure_costs", lambda *_, **__: Costs({1: 1.0}, {1: 0.1}))
-    monkeypatch.setattr("draftsmith.eval.hf_baseline.TOKENS", 8)
-    monkeypatch.setattr("draftsmith.eval.hf_baseline.TRIALS", 1)
+    monkeypatch.setattr("draftsmith.eval.baseline.TOKENS", 8)
+    monkeypatch.setattr("draftsmith.eval.baseline.TRIALS", 1)
 
 
 @pytest.fixture
@@ -55,10 +56,10 @@ def test_later_turns_follow_the_baselines_answers(run: Run, tiny_tokenizer: PreT
         for repeat in range(2):
             asked = []
             for turn in range(3):
-                place = BatchKey(repeat, temperature, 1, 0, turn)
+                place = Place(repeat, temperature, 1, 0, turn)
                 (prompt,) = run.asked(place)
                 asked.append(tiny_tokenizer.decode(prompt.input_ids))
-                own = run.journal.cells[(*BASELINE, temperature, 1, 0, repeat, turn)].texts[0].tokens
+                own = run.journal.cells[BASELINE, place].texts[0].tokens
                 seed = 10_007 * repeat + 1_000_003 * turn
                 options = {"max_new_tokens": 6, "temperature": temperature, "seed": seed}
                 again = run.arms[BASELINE].generate(prompt.input_ids, **options)
@@ -73,12 +74,12 @@ def test_later_turns_follow_the_baselines_answers(run: Run, tiny_tokenizer: PreT
 def test_every_cell_is_there_once_and_greedy_texts_are_the_targets(run: Run) -> None:
     keys = set(run.journal.cells)
     arms = [BASELINE, ("d", "chain:draft_length=2")]
-    expected = {(*arm, t, 1, 0, r, turn) for arm in arms for t in (0.0, 1.0) for r in range(2) for turn in range(3)}
-    expected |= {(*arm, t, 1, 1, r, 0) for arm in arms for t in (0.0, 1.0) for r in range(2)}
-    assert keys == expected
-    for key, cell in run.journal.cells.items():
-        if key[2] == 0.0:
-            own = run.journal.cells[(*BASELINE, *key[2:])]
+    both = list(product(arms, (0.0, 1.0), range(2)))
+    expected = {(arm, Place(r, t, 1, 0, turn)) for arm, t, r in both for turn in range(3)}
+    assert keys == expected | {(arm, Place(r, t, 1, 1, 0)) for arm, t, r in both}
+    for (_, place), cell in run.journal.cells.items():
+        if place.temperature == 0.0:
+            own = run.journal.cells[BASELINE, place]
             assert [text.tokens for text in cell.texts] == [text.tokens for text in own.texts]
 
 
@@ -116,25 +117,12 @@ def test_batches_decode_what_each_prompt_gives_alone(
 def test_diagnoses_reach_the_rows_they_belong_to(
     tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, prompts: list[Prompt]
 ) -> None:
-    asked = []
-
-    def diagnose(
-        target: object, drafter: object, texts: dict, *, temperature: float, draft_length: int, done: object
-    ) -> dict:
-        asked.append((temperature, draft_length, {name: len(group) for name, group in texts.items()}))
-        assert all(0 < start < len(ids) for group in texts.values() for ids, start in group)
-        return {
-            name: {"positions": [{"position": 1, "tokens": len(group)}], "cosine_correlation": None}
-            for name, group in texts.items()
-        }
-
+    """As deep as the longest policy, over the tokens of the category's texts, the same for all policies."""
     settings = replace(SETTINGS, draft_lengths=(1, 2))
     drafters = {"d": DraftModel(make_llama(seed=1))}
-    options = {"tokenizer": tiny_tokenizer, "progress": False}
-    found = evaluate(tiny_target, drafters, prompts, settings, diagnose=diagnose, **options)
-    assert asked == [(t, 2, {"all": 4, "c": 3, "k": 1}) for t in (0.0, 1.0)], "once for all policies"
-    counts = {(row["category"], row["diagnostics"]["positions"][0]["tokens"]) for row in found.rows}
-    assert counts == {("all", 4), ("c", 3), ("k", 1)}
+    found = evaluate(tiny_target, drafters, prompts, settings, tokenizer=tiny_tokenizer, progress=False, diagnose=True)
+    counts = {(row["category"], tuple(at["tokens"] for at in row["diagnostics"]["positions"])) for row in found.rows}
+    assert counts == {("all", (20, 16)), ("c", (15, 12)), ("k", (5, 4))}, "four texts of six tokens, of which one is k"
 
 
 def test_a_run_continues_without_measuring_anything_twice(
@@ -169,7 +157,7 @@ def test_the_baseline_is_compared_with_generate_on_the_same_tokens(
     tiny_target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the model's own generation config says: of 40 greedy tokens of 64 some come twice."""
-    monkeypatch.setattr("draftsmith.eval.hf_baseline.TOKENS", 40)
+    monkeypatch.setattr("draftsmith.eval.baseline.TOKENS", 40)
     tiny_target.generation_config.update(do_sample=True, repetition_penalty=3.0, no_repeat_ngram_size=1, max_length=9)
     before = tiny_target.generation_config
     found = compare_with_generate(tiny_target, [Prompt("a", "c", [5, 6, 7]), Prompt("b", "c", [9])])

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,17 @@ from draftsmith.decode.sequence import Round
 from draftsmith.errors import ConfigError
 from draftsmith.eval.journal import Journal, TextRecord
 from draftsmith.eval.report import check_report_folder
+from draftsmith.eval.server.measure import BatchJournal, Numbers
 from draftsmith.eval.settings import Settings
 
-IDENTITY = {"settings": {"seed": 1, "drafters": {"d": "x"}}, "target": "t", "drafters": {"d": "w"}, "prompts": "p"}
+SETTINGS = Settings("t", {"d": "x"}, "p", seed=1)
+PRINTS = {"target": "t", "drafters": {"d": "w"}, "prompts": "p"}
 ENVIRONMENT = {"cpu": "c", "accelerator": None}
 
 
 def _journal(path: Path, cells: int) -> Journal:
     journal = Journal(path)
-    journal.begin(IDENTITY, ENVIRONMENT)
+    journal.begin(SETTINGS, PRINTS, ENVIRONMENT)
     for repeat in range(cells):
         journal.add(cell(output([Round(1, 1, 1, 2, (1.0,), 0.1, 0.2, 0.4)]), repeat=repeat))
     return journal
@@ -35,7 +38,7 @@ def test_a_journal_continues_at_every_place_where_it_may_be_torn(tmp_path: Path)
     for cut in range(0, len(data), 7):
         path.write_bytes(data[:cut])
         journal = Journal(path)
-        journal.begin(IDENTITY, ENVIRONMENT)
+        journal.begin(SETTINGS, PRINTS, ENVIRONMENT)
         whole = sum(end <= cut for end in ends)
         assert len(journal.cells) == max(0, min(2, whole - 2))
         assert all(written.cells[key] == found for key, found in journal.cells.items())
@@ -45,26 +48,56 @@ def test_a_journal_continues_at_every_place_where_it_may_be_torn(tmp_path: Path)
     assert len(journal.sittings) == 2
     path.write_bytes(data)
     journal = Journal(path)
-    journal.begin(IDENTITY, ENVIRONMENT)
+    journal.begin(SETTINGS, PRINTS, ENVIRONMENT)
     assert journal.facts == {"threads": 1}
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("settings", "prints", "message"),
     [
-        ({"target": "u"}, "target='t' there, 'u' here"),
-        ({"prompts": "q"}, "prompts='p' there, 'q' here"),
-        ({"drafters": {"d": "v"}}, "drafters={'d': 'w'} there, {'d': 'v'} here"),
-        ({"settings": {"seed": 2, "drafters": {"d": "x"}}}, "seed=1 there, 2 here"),
+        ({}, {"target": "u"}, "target='t' there, 'u' here"),
+        ({}, {"prompts": "q"}, "prompts='p' there, 'q' here"),
+        ({}, {"drafters": {"d": "v"}}, "drafters={'d': 'w'} there, {'d': 'v'} here"),
+        ({"seed": 2}, {}, "seed=1 there, 2 here"),
+        ({"batch_sizes": (1, 2)}, {}, r"batch_sizes=\[1\] there, \[1, 2\] here"),
     ],
 )
-def test_another_run_is_refused_and_nothing_is_touched(tmp_path: Path, change: dict, message: str) -> None:
+def test_another_run_is_refused_and_nothing_is_touched(
+    tmp_path: Path, settings: dict, prints: dict, message: str
+) -> None:
     path = tmp_path / "cells.jsonl"
     _journal(path, 1)
     before = path.read_bytes()
     with pytest.raises(ConfigError, match="holds another run: " + message):
-        Journal(path).begin({**IDENTITY, **change}, ENVIRONMENT)
+        Journal(path).begin(replace(SETTINGS, **settings), PRINTS | prints, ENVIRONMENT)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("stored", "now", "message"),
+    [
+        ({"compile": None}, {}, None),
+        ({"compile": None}, {"compile": True}, "compile=False there, True here"),
+        ({"learn": False}, {}, None),
+        ({"learn": True}, {}, "learn=True there, None here"),
+    ],
+    ids=["an option that is new", "a new option that is used", "an old option that was off", "an old option"],
+)
+def test_options_of_another_version(stored: dict, now: dict, message: str | None, tmp_path: Path) -> None:
+    """A folder continues where the options that one of the versions does not have are off. None: not stored."""
+    path = tmp_path / "cells.jsonl"
+    _journal(path, 2)
+    first, *others = path.read_text().splitlines(keepends=True)
+    line = json.loads(first)
+    line["run"]["settings"] = {k: v for k, v in (line["run"]["settings"] | stored).items() if v is not None}
+    path.write_text(json.dumps(line) + "\n" + "".join(others))
+    journal = Journal(path)
+    if message is not None:
+        with pytest.raises(ConfigError, match=message):
+            journal.begin(replace(SETTINGS, **now), PRINTS, ENVIRONMENT)
+        return
+    journal.begin(replace(SETTINGS, **now), PRINTS, ENVIRONMENT)
+    assert len(journal.cells) == 2
 
 
 def test_damage_before_the_last_line_is_not_taken_for_a_torn_one(tmp_path: Path) -> None:
@@ -73,7 +106,7 @@ def test_damage_before_the_last_line_is_not_taken_for_a_torn_one(tmp_path: Path)
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:2], lines[2][:9], *lines[3:]]) + "\n")
     with pytest.raises(ConfigError, match=r"cells\.jsonl:3 is damaged"):
-        Journal(path).begin(IDENTITY, ENVIRONMENT)
+        Journal(path).begin(SETTINGS, PRINTS, ENVIRONMENT)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
@@ -81,7 +114,7 @@ def test_what_is_no_file_is_no_journal(make: Callable[[Path], None], tmp_path: P
     path = tmp_path / "cells.jsonl"
     make(path)
     with pytest.raises(ConfigError, match=r"cells\.jsonl is no regular file; expected what `draftsmith eval` wrote"):
-        Journal(path).begin(IDENTITY, ENVIRONMENT)
+        Journal(path).begin(SETTINGS, PRINTS, ENVIRONMENT)
     with pytest.raises(ConfigError, match=r"cells\.jsonl is no regular file"):
         check_report_folder(tmp_path, Settings("t", {}, "p"))
 
@@ -100,3 +133,45 @@ def test_where_tokens_came_from() -> None:
     assert text.tested == [4, 3], "the fourth round's accepted path had no second token"
     assert text.accepted == [4, 2]
     assert (text.decode_tokens, text.decode_rounds) == (10, 5)
+
+
+PLACE = ["alone", 1.0, 2, 0, 0]
+NUMBERS = Numbers(12, 0.5, 6.0, (5.0, 1.0))
+
+
+def test_batches_are_read_again_without_a_cut_line(tmp_path: Path) -> None:
+    file = tmp_path / "batches.jsonl"
+    journal = BatchJournal(file, "key")
+    journal.add(PLACE, NUMBERS)
+    journal.add([*PLACE[:-1], 1], NUMBERS)
+    file.write_text(file.read_text()[:-3])
+    again = BatchJournal(file, "key")
+    assert again.get(PLACE) == NUMBERS
+    assert again.get([*PLACE[:-1], 1]) is None
+    assert len(file.read_text().splitlines()) == 2
+    again.add([*PLACE[:-1], 1], NUMBERS)
+    assert BatchJournal(file, "key").get([*PLACE[:-1], 1]) == NUMBERS
+    file.write_text(file.read_text()[:2])
+    BatchJournal(file, "another key").add(PLACE, NUMBERS)
+    assert BatchJournal(file, "another key").get(PLACE) == NUMBERS
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{", "[1]", "[[1], 5]", '[["a"], [1, 2, 3]]', '[["a"], [1, 2, 3, 4]]', '[["a"], [Infinity, 1, 1, []]]', '"text"'],
+)
+def test_a_damaged_journal_is_refused(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "batches.jsonl"
+    file.write_text(json.dumps("key") + "\n" + line + "\n")
+    with pytest.raises(ConfigError, match=r"is damaged .*; expected another --out"):
+        BatchJournal(file, "key")
+
+
+def test_a_journal_of_other_options_is_refused(tmp_path: Path) -> None:
+    """A measurement that ended before its first batch leaves no journal."""
+    BatchJournal(tmp_path / "batches.jsonl", "no batch")
+    assert not list(tmp_path.iterdir())
+    BatchJournal(tmp_path / "batches.jsonl", "key").add(PLACE, NUMBERS)
+    with pytest.raises(ConfigError, match="with other options"):
+        BatchJournal(tmp_path / "batches.jsonl", "another key")
+    assert BatchJournal(tmp_path / "batches.jsonl", "another key", earlier="key").get(PLACE) == NUMBERS

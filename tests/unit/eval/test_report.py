@@ -14,9 +14,9 @@ from markdown_it import MarkdownIt
 from unit.eval.made import evaluation, row
 
 from draftsmith.errors import ConfigError
-from draftsmith.eval.evaluation import read_evaluation
 from draftsmith.eval.plots import evaluation_plots, training_plots
 from draftsmith.eval.report import visible, write_report
+from draftsmith.eval.results import read_evaluation
 from draftsmith.safe_text import markdown
 
 VOID = {"meta", "img", "br", "link"}
@@ -112,15 +112,14 @@ def test_names_and_texts_are_no_markdown(tmp_path: Path) -> None:
     assert all(re.fullmatch(r"[\w-]+\.png", str(image)) for image in images), "the report's own plots"
     assert "owned" in "".join(token.content for token in inside)
     cells = Counter(token.content for opened, token in pairwise(tokens) if opened.type == "td_open")
-    assert cells[markdown(name).replace("\\|", "|")] == 8
+    assert cells[markdown(name).replace("\\|", "|")] == 7
 
 
 def test_a_report_without_the_rest(tmp_path: Path) -> None:
     lone = row(speedup_interval=None, tau_interval=None, alpha_interval=None, draft_length=None, acceptance_at=[])
-    del lone["expected_tau"], lone["greedy_identical"]
+    del lone["greedy_identical"]
     write_report(evaluation([lone], plain=None), tmp_path, title="t")
     assert "Something is wrong" not in Page((tmp_path / "report.html").read_text()).text
-    assert "expected tau" not in (tmp_path / "report.md").read_text()
     assert read_evaluation(tmp_path)["rows"][0]["speedup_interval"] is None
 
 
@@ -140,16 +139,13 @@ def test_a_long_draft_has_its_first_positions_in_the_table(tmp_path: Path) -> No
 
 def test_positions_that_few_rounds_tested_are_in_the_file_alone(tmp_path: Path) -> None:
     """A hybrid's longest copies are so rare that their acceptance is 0 or 1."""
-    short = row(acceptance_at=[0.8, 0.7, 1.0, 0.0], tested_at=[90, 10, 9, 12])
-    rare = row(drafter="h", acceptance_at=[0.5, 1.0], tested_at=[9, 3])  # nothing was tested often: all is shown
-    write_report(evaluation([short, rare]), tmp_path, title="t")
+    rows = [row(acceptance_at=[0.8, 0.7, 1.0, 0.0], tested_at=[90, 10, 9, 12])]
+    write_report(evaluation(rows), tmp_path, title="t")
     table = (tmp_path / "report.md").read_text().split("given that all before it were accepted.")[1]
     assert table.startswith(" The first 2 positions, as far as 10 rounds tested them; eval.json has all.")
-    first, second = [line for line in table.split("\n") if line.startswith(("| d |", "| h |"))][:2]
-    assert first.endswith("| 0.80 | 0.70 |")
-    assert second.endswith("| 0.50 | 1.00 |")
-    assert [each["tested_at"] for each in read_evaluation(tmp_path)["rows"]] == [[90, 10, 9, 12], [9, 3]]
-    (plot,) = (plot for plot in evaluation_plots([short]) if plot.name == "acceptance")
+    assert next(line for line in table.split("\n") if line.startswith("| d |")).endswith("| 0.80 | 0.70 |")
+    assert read_evaluation(tmp_path)["rows"][0]["tested_at"] == [90, 10, 9, 12]
+    (plot,) = (plot for plot in evaluation_plots(rows) if plot.name == "acceptance")
     assert list(plot.figure.axes[0].lines[0].get_ydata()) == [0.8, 0.7]
 
 
@@ -163,11 +159,11 @@ def test_each_axis_of_the_measurement_has_its_plot() -> None:
         return [plot.name for plot in evaluation_plots(list(rows))]
 
     base = ["speedup", "acceptance", "time"]
-    assert names(row()) == [*base, "theory"]
-    assert names(row(), row(category="qa")) == [*base, "categories", "theory"]
+    assert names(row()) == base
+    assert names(row(), row(category="qa")) == [*base, "categories"]
     longer = row(draft_length=4, policy="chain:draft_length=4")
-    assert names(row(), longer, row(temperature=1.0)) == [*base, "over_draft_length", "over_temperature", "theory"]
-    assert names(row(), row(batch_size=4)) == [*base, "over_batch_size", "theory"]
+    assert names(row(), longer, row(temperature=1.0)) == [*base, "over_draft_length"]
+    assert names(row(), row(batch_size=4)) == [*base, "over_batch_size"]
     many = [row(drafter=f"d{n}", policy=f"best-first:size={n}", draft_length=None) for n in range(30)]
     assert "24 fastest of 30" in evaluation_plots(many)[0].title
 

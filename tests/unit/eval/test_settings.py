@@ -13,8 +13,7 @@ from draftsmith.cli import main
 from draftsmith.distill.load_target import DTYPES
 from draftsmith.errors import ConfigError
 from draftsmith.eval import prompts
-from draftsmith.eval.session import load_session
-from draftsmith.eval.settings import PairSettings
+from draftsmith.eval.settings import PairSettings, load_session
 
 
 @pytest.fixture

@@ -1,7 +1,11 @@
-"""Compare the target alone with transformers' `generate`: speedups must not come from a slow baseline."""
+"""The target alone: its number of threads, and its speed beside transformers' `generate`.
+
+A baseline that is slower than it has to be makes every speedup too high.
+"""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from statistics import median
 from typing import Protocol, cast
 
@@ -15,7 +19,41 @@ from draftsmith.eval.results import PlainSpeeds
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.processor_inputs import inputs_for
 
+PROBE_TOKENS = 24
+LARGE = 1_000_000_000
+"""Number of parameters from which on all threads are used without measuring, which would take long."""
 PROMPTS, TOKENS, TRIALS = 4, 32, 3
+
+
+def fastest_threads(target: PreTrainedModel, prompt: list[int], tokens: int = PROBE_TOKENS) -> int:
+    """Return the number of threads with which the target alone is fastest: one, or torch's current number.
+
+    A small model decodes no faster with several threads, and much slower if another process needs a core. With an
+    accelerator or a large model, return torch's current number.
+
+    Args:
+        tokens: decoded in each trial.
+    """
+    given = torch.get_num_threads()
+    if given == 1 or next(target.parameters()).device.type != "cpu" or target.num_parameters() >= LARGE:
+        return given
+    decoder, speeds = SpeculativeDecoder(target), {}
+    for count in (given, 1):
+        with threads(count):
+            runs = [decoder.generate(prompt, max_new_tokens=tokens, eos_token_id=None) for _ in range(TRIALS)]
+        speeds[count] = max(run.tokens_per_second for run in runs)
+    return max(speeds, key=speeds.__getitem__)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Run a block with `count` CPU threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class _Generates(Protocol):
@@ -42,28 +80,24 @@ def compare_with_generate(target: PreTrainedModel, prompts: list[Prompt], *, com
     def theirs(prompt: Prompt, tokens: int) -> list[int]:
         return _generate(target, prompt, tokens)
 
-    limit = context_limit(target.config)
-    speeds: dict[str, list[float]] = {"generate": [], "baseline": []}
-    identical = 0
-    chosen = prompts[:PROMPTS]
+    limit = None if target.config.is_encoder_decoder else context_limit(target.config)
+    chosen, identical = prompts[:PROMPTS], 0
+    speeds: list[tuple[float, float]] = []
     for number, prompt in enumerate(chosen):
-        tokens = (
-            TOKENS if limit is None or target.config.is_encoder_decoder else min(TOKENS, limit - len(prompt.input_ids))
-        )
+        tokens = TOKENS if limit is None else min(TOKENS, limit - len(prompt.input_ids))
         if number == 0:  # first calls allocate and choose kernels
             ours(prompt, tokens)
             theirs(prompt, tokens)
         trials = [(_timed(ours, prompt, tokens), _timed(theirs, prompt, tokens)) for _ in range(TRIALS)]
-        (own_tokens, _), (plain_tokens, _) = trials[-1]
-        identical += own_tokens == plain_tokens
-        speeds["baseline"].append(max(len(own) / seconds for (own, seconds), _ in trials))
-        speeds["generate"].append(max(len(plain) / seconds for _, (plain, seconds) in trials))
-    ratios = [a / b for a, b in zip(speeds["baseline"], speeds["generate"], strict=True)]
+        identical += trials[-1][0][0] == trials[-1][1][0]
+        own, other = (max(len(trial[side][0]) / trial[side][1] for trial in trials) for side in (0, 1))
+        speeds.append((own, other))
+    ratios = [own / other for own, other in speeds]
     return {
         "prompts": len(chosen),
         "identical": identical,
-        "generate_tokens_per_second": median(speeds["generate"]),
-        "baseline_tokens_per_second": median(speeds["baseline"]),
+        "generate_tokens_per_second": median(other for _, other in speeds),
+        "baseline_tokens_per_second": median(own for own, _ in speeds),
         "ratio": median(ratios),
         "best_ratio": max(ratios),
     }

@@ -1,6 +1,5 @@
-"""The numbers of a row, worked out by hand."""
+"""Rows from cells, worked out by hand."""
 
-import numpy as np
 import pytest
 from conftest import make_llama
 from unit.decode.test_capability import make_gpt_neo
@@ -8,15 +7,15 @@ from unit.eval.made import cell, output
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sequence import Round
-from draftsmith.eval.journal import Measurement
-from draftsmith.eval.metrics import expected_tau, greedy_identity, repeated_4grams, row_numbers
+from draftsmith.eval.journal import Cell
+from draftsmith.eval.rows import greedy_identity, repeated_4grams, row_of, series_of
 from draftsmith.heads.draft_model import DraftModel
 
 
-def test_row_numbers() -> None:
+def test_a_row() -> None:
     alone = output([Round(0, 0, 0, 1, (), 0.0, 1.0, 1.0)] * 4)
     drafted = output([Round(2, 2, 2, 3, (0.9, 0.7), 0.25, 0.5, 1.0), Round(2, 2, 0, 1, (0.4,), 0.25, 0.5, 1.0)])
-    row = row_numbers(*([cell(text, repeat=repeat) for repeat in range(2)] for text in (alone, drafted)))
+    row = row_of(*([cell(text, repeat=repeat) for repeat in range(2)] for text in (alone, drafted)))
     assert row["alpha"] == pytest.approx(2 / 3)
     assert row["tau"] == 2.0
     assert (row["acceptance_at"], row["tested_at"]) == ([0.5, 1.0], [4, 2])
@@ -24,14 +23,15 @@ def test_row_numbers() -> None:
     assert (row["draft_share"], row["verify_share"], row["overhead_share"]) == (0.25, 0.5, 0.25)
     assert (row["prompts"], row["prefill_seconds"]) == (1, 0.5)
     assert row["speedup_interval"] is row["tau_interval"] is None, "one prompt says nothing of others"
+    assert (row["drafter"], row["policy"], row["rule"]) == ("d", "chain:draft_length=2", "best lossless")
 
 
 def test_the_speedup_is_the_median_ratio_over_repeats() -> None:
-    def run(repeat: int, seconds: float) -> Measurement:
+    def run(repeat: int, seconds: float) -> Cell:
         return cell(output([Round(1, 1, 1, 2, (1.0,), 0.0, seconds, seconds)]), repeat=repeat)
 
     # The machine is ten times slower in the last repeat, for both arms: the ratio does not notice.
-    row = row_numbers([run(0, 2), run(1, 2), run(2, 20)], [run(0, 1), run(1, 1), run(2, 10)])
+    row = row_of([run(0, 2), run(1, 2), run(2, 20)], [run(0, 1), run(1, 1), run(2, 10)])
     assert row["speedup"] == 2.0
     assert row["speedup_repeats"] == [2.0, 2.0, 2.0]
 
@@ -41,7 +41,7 @@ def test_a_batch_takes_as_long_as_its_longest_text() -> None:
     base = cell(output([Round(0, 0, 0, 1, (), 0.0, 2.0, 2.0)] * 6), output([Round(0, 0, 0, 1, (), 0.0, 2.0, 2.0)] * 2))
     spec = cell(output([step] * 3), output([step]))
     assert (spec.seconds, spec.draft_seconds, spec.verify_seconds) == (6.0, 1.5, 3.0)
-    row = row_numbers([base], [spec])
+    row = row_of([base], [spec])
     assert row["tokens_per_second"] == 8 / 6
     assert row["speedup"] == pytest.approx(2.0)
     assert (row["tau"], row["prompts"]) == (2.0, 2)
@@ -60,7 +60,7 @@ def test_texts_without_shared_passes_take_the_seconds_of_all() -> None:
 
 
 def test_a_text_without_rounds_divides_by_nothing() -> None:
-    row = row_numbers([cell(output([]))], [cell(output([]))])
+    row = row_of([cell(output([]))], [cell(output([]))])
     assert (row["tau"], row["alpha"], row["speedup"], row["acceptance_at"]) == (0.0, 0.0, 0.0, [])
 
 
@@ -70,16 +70,19 @@ def test_greedy_identity_names_the_first_divergence() -> None:
     assert greedy_identity(own, ours) == ([1, 2], {"prompt": "0.0", "position": 1})
 
 
-def test_expected_tau_is_the_mean_of_independent_acceptances() -> None:
-    """By enumeration: k tokens and one more with probability alpha^k (1 - alpha), all gamma and a bonus otherwise."""
-    for alpha, gamma in ((0.8, 4), (0.3, 1), (0.0, 5)):
-        lengths = sum((k + 1) * alpha**k * (1 - alpha) for k in range(gamma)) + (gamma + 1) * alpha**gamma
-        assert expected_tau(alpha, gamma) == pytest.approx(lengths)
-    assert expected_tau(1.0, 4) == 5
-    assert np.isfinite(expected_tau(1 + 1e-9, 4))
-
-
 def test_repetition() -> None:
     assert repeated_4grams([[1, 2, 3, 4, 5]]) == 0.0
     assert repeated_4grams([[7] * 7, [1, 2]]) == 0.75
     assert repeated_4grams([]) == 0.0
+
+
+def test_series_sum_over_turns_and_texts() -> None:
+    step = Round(1, 1, 1, 2, (0.5,), 0.0, 1.0, 1.0)
+    series = series_of(
+        [cell(output([step] * 2), output([step]), group=g, turn=turn) for g in (3, 1) for turn in (0, 1)]
+    )
+    assert series["units"] == [["1.0", "1.1"], ["3.0", "3.1"]]
+    assert series["tokens"] == [[12.0], [12.0]]
+    assert series["rounds"] == [[6.0], [6.0]]
+    assert series["seconds"] == [[4.0], [4.0]]
+    assert (series["overlap"], series["overlaps"]) == ([[3.0], [3.0]], [[6.0], [6.0]])
