@@ -79,6 +79,9 @@ class Place(NamedTuple):
     turn: int
 
 
+Key = tuple[Variant, Place]
+
+
 @dataclass(frozen=True)
 class Cell:
     """One call of the decoder. Seconds are those of the whole batch; `seconds` excludes the prefill."""
@@ -123,8 +126,8 @@ class Cell:
         return (self.drafter, self.policy)
 
     @property
-    def place(self) -> Place:
-        return Place(self.repeat, self.temperature, self.batch_size, self.group, self.turn)
+    def key(self) -> Key:
+        return self.arm, Place(self.repeat, self.temperature, self.batch_size, self.group, self.turn)
 
 
 FACTS: dict[str, Any] = {"threads": Annotated[int, Field(ge=1, le=4096)], "plain": PlainSpeeds}
@@ -160,7 +163,7 @@ class Journal:
     """
 
     path: Path | None = None
-    cells: dict[tuple[Variant, Place], Cell] = field(default_factory=dict)
+    cells: dict[Key, Cell] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     """Values that are determined once per run, such as measured costs."""
     sittings: list[dict[str, Any]] = field(default_factory=list)
@@ -181,7 +184,7 @@ class Journal:
         self._append({"sitting": environment})
 
     def add(self, cell: Cell) -> None:
-        self.cells[cell.arm, cell.place] = cell
+        self.cells[cell.key] = cell
         self._append({"cell": asdict(cell)})
 
     def fact(self, name: str, value: Any) -> None:
@@ -195,7 +198,7 @@ class Journal:
         for number, line in enumerate(lines[1:], 2):
             entry = checked(JournalLine, line, f"{path}:{number}")
             if entry.cell is not None:
-                self.cells[entry.cell.arm, entry.cell.place] = entry.cell
+                self.cells[entry.cell.key] = entry.cell
             elif entry.fact is not None:
                 name, value = line["fact"]
                 checked(FACTS.get(name, Costs), value, f"{path}:{number}", strict=name in FACTS)

@@ -90,7 +90,7 @@ def serve() -> None:
     from traps import Traps
 
     from draftsmith import cli
-    from draftsmith.eval import run as measure  # noqa: F401
+    from draftsmith.eval import evaluation as measure  # noqa: F401
     from draftsmith.train import trainer as loop  # noqa: F401
     from draftsmith.train.__main__ import main
     from draftsmith.train.estimate import memory

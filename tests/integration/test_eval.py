@@ -22,7 +22,7 @@ from transformers import (
 
 from draftsmith.cli import main
 from draftsmith.decode.passes import graphs
-from draftsmith.eval.journal import Journal, JournalLine, Measurement
+from draftsmith.eval.journal import Cell, Journal, JournalLine
 from draftsmith.heads import Medusa
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.hub.model_card import CardRequest, write_card
@@ -151,27 +151,6 @@ def test_a_whole_evaluation(
 
 
 @pytest.mark.usefixtures("pictures_of_a_pixel")
-def test_drafts_longer_than_gamma_have_no_expected_tau(tmp_path: Path, tiny_target_folder: Path, prompts: Path) -> None:
-    """A hybrid copies up to 32 tokens of repetitive text, whatever the draft length of its drafter."""
-    out = tmp_path / "out"
-    call = ["eval", "--target", tiny_target_folder, "--prompts", prompts, "--out", out]
-    call += [
-        "--drafter",
-        f"self={tiny_target_folder}",
-        "--drafter",
-        f"h=hybrid:drafter={tiny_target_folder},min_match=1",
-    ]
-    call += ["--policy", "chain:draft_length=2", "--temperature", 0, "--max-new-tokens", 40, "--repeats", 1]
-    assert _main(*call) == 0
-    overall = {
-        row["drafter"]: row for row in json.loads((out / "eval.json").read_text())["rows"] if row["category"] == "all"
-    }
-    assert overall["self"]["expected_tau"] == pytest.approx(3)
-    assert len(overall["h"]["acceptance_at"]) > 2
-    assert "expected_tau" not in overall["h"]
-
-
-@pytest.mark.usefixtures("pictures_of_a_pixel")
 def test_compiled_variants(
     tmp_path: Path, tiny_target_folder: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,7 +161,7 @@ def test_compiled_variants(
     built: list[int] = []
     add = Journal.add
 
-    def counting(journal: Journal, cell: Measurement) -> None:
+    def counting(journal: Journal, cell: Cell) -> None:
         built.append(graphs.built_graphs())
         add(journal, cell)
 

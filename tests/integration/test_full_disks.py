@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from draftsmith import cli, storage
 from draftsmith.distill import dataset as examples
 from draftsmith.distill import regeneration as samples
-from draftsmith.eval import run as measure
+from draftsmith.eval import evaluation as measure
 from draftsmith.eval.forecast import profile
 from draftsmith.eval.forecast import run as forecast
 from draftsmith.eval.journal import Journal
