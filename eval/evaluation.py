@@ -17,8 +17,7 @@ from draftsmith.eval.harness import Run
 from draftsmith.eval.journal import ACCEPTED, BONUS, CORRECTION, JOURNAL, KEPT, OWN, Cell, Journal, Place, TextRecord
 from draftsmith.eval.prompts import OVERALL, Prompt, PromptRows
 from draftsmith.eval.report import check_report_folder, summary_table, write_report
-from draftsmith.eval.results import Evaluation, Row, Sample
-from draftsmith.eval.rows import row_of, series_of
+from draftsmith.eval.results import Evaluation, Row, Sample, row_of, series_of
 from draftsmith.eval.settings import BASELINE, Settings, Variant, load_session, require_valid
 from draftsmith.heads.base import Drafter
 from draftsmith.locks import hold_folder

@@ -1,4 +1,8 @@
-"""Measured cells (one variant, temperature, batch, turn and repeat), and the file `cells.jsonl` that stores them."""
+"""Journals of measurements, which continue after a kill.
+
+`cells.jsonl` holds measured cells: one variant, temperature, batch, turn and repeat each. `batches.jsonl` holds the
+batches that a server answered.
+"""
 
 import json
 import os
@@ -7,18 +11,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, FiniteFloat, TypeAdapter, ValidationError, model_validator
 from typing_extensions import TypedDict
 
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.sequence import DecodeOutput, Round
-from draftsmith.errors import ConfigError
-from draftsmith.eval.results import OURS, SCHEMA, PlainSpeeds, checked
+from draftsmith.errors import ConfigError, one_line, reason_of
 from draftsmith.eval.settings import Settings, Variant, require_same_settings
 from draftsmith.metrics import position_counts
-from draftsmith.reading import parse_json
-from draftsmith.storage import writing
+from draftsmith.reading import parse_json, read_text
+from draftsmith.storage import write_text, writing
 
+SCHEMA = 2
+"""Version of `eval.json` and `cells.jsonl`; increased when old code would misread new files."""
+OURS = "what `draftsmith eval` wrote"
 JOURNAL = "cells.jsonl"
 KEPT = "earlier results are kept; with enough space, the same command continues from them"
 
@@ -128,6 +134,17 @@ class Cell:
     @property
     def key(self) -> Key:
         return self.arm, Place(self.repeat, self.temperature, self.batch_size, self.group, self.turn)
+
+
+class PlainSpeeds(TypedDict):
+    """Tokens per second of the target alone and of transformers' `generate`; see `compare_with_generate`."""
+
+    prompts: int
+    identical: int
+    generate_tokens_per_second: FiniteFloat
+    baseline_tokens_per_second: FiniteFloat
+    ratio: FiniteFloat
+    best_ratio: FiniteFloat
 
 
 FACTS: dict[str, Any] = {"threads": Annotated[int, Field(ge=1, le=4096)], "plain": PlainSpeeds}
@@ -252,3 +269,82 @@ def require_same_run(
             raise ConfigError(
                 f"out={out} holds another run: {key}={there!r} there, {value!r} here; expected another folder"
             )
+
+
+def checked(kind: Any, value: Any, place: Path | str, *, strict: bool = False) -> Any:
+    """Return `value` validated as `kind`; ConfigError naming `place` and the first key that does not fit.
+
+    `strict`: refuse values of another type that could be converted, such as numbers in quotes.
+    """
+    try:
+        return TypeAdapter(kind).validate_python(value, strict=strict)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"])) or "it"
+        shown = one_line(repr(problem["input"]), 80)
+        raise ConfigError(f"{place}: {key}={shown} ({problem['msg']}); expected {OURS}") from error
+
+
+class Numbers(NamedTuple):
+    """Tokens and seconds of a batch, and the engine's counts of verified drafts and of accepted tokens by position."""
+
+    tokens: int
+    seconds: float
+    drafts: float
+    accepted: tuple[float, ...]
+
+    @property
+    def rounds(self) -> float:
+        """Rounds of all texts.
+
+        Every round commits one token that was not drafted; vLLM counts the rounds with a draft only. The tokens of a
+        server without drafts are one a round.
+        """
+        if self.accepted:
+            return max(self.drafts, self.tokens - sum(self.accepted))
+        return self.drafts or self.tokens
+
+    @property
+    def tested(self) -> tuple[float, ...]:
+        """Rounds that tested each draft position; empty where the engine does not count positions."""
+        return (self.drafts, *self.accepted[:-1]) if self.accepted else ()
+
+
+def _numbers(tokens: Any, seconds: Any, drafts: Any, accepted: Any) -> Numbers:
+    return Numbers(int(tokens), float(seconds), float(drafts), tuple(float(count) for count in accepted))
+
+
+class BatchJournal:
+    """The measured batches, one line of JSON each, so that a measurement continues after a kill.
+
+    Args:
+        key: of everything that the numbers depend on.
+        earlier: the key of the same measurement in earlier versions.
+    """
+
+    def __init__(self, file: Path, key: str, earlier: str | None = None) -> None:
+        self._file = file
+        try:
+            text = read_text(file) if file.exists() else ""
+            whole = text[: text.rfind("\n") + 1]  # a kill may have cut the last line
+            stored, *entries = [json.loads(line) for line in whole.splitlines()] or [key]
+            self._done = {json.dumps(place): _numbers(*numbers) for place, numbers in entries}
+        except (OSError, ValueError, TypeError, OverflowError) as error:
+            raise ConfigError(f"{file} is damaged ({reason_of(error)}); expected another --out") from error
+        if stored not in (key, earlier):
+            raise ConfigError(
+                f"{file} has batches of a measurement with other options; expected them, or another --out"
+            )
+        if whole != text:
+            write_text(file, whole)
+        self._head = "" if whole else json.dumps(key) + "\n"
+
+    def get(self, place: list[Any]) -> Numbers | None:
+        """Return the numbers of a batch; None for one that was not measured."""
+        return self._done.get(json.dumps(place))
+
+    def add(self, place: list[Any], numbers: Numbers) -> None:
+        """Store the numbers of a batch."""
+        with writing(self._file, "batches so far are kept"), self._file.open("a", encoding="utf-8") as file:
+            file.write(f"{self._head}{json.dumps([place, numbers])}\n")
+        self._head = ""

@@ -19,7 +19,6 @@ from draftsmith.bars import stage
 from draftsmith.distill.embedded import embedded_target
 from draftsmith.distill.load_target import LoadedTarget, load_target
 from draftsmith.errors import ConfigError
-from draftsmith.eval.conventions import Reading, readings_of, self_test_lines
 from draftsmith.heads.base import Drafter, TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, load_drafter, save_drafter
 from draftsmith.heads.configs import is_named
@@ -27,6 +26,7 @@ from draftsmith.heads.formats.common import Serving, Source, name_of
 from draftsmith.heads.formats.llama_cpp import gguf_package
 from draftsmith.heads.formats.registry import LAYOUTS
 from draftsmith.heads.untrusted import local_folder, read_config
+from draftsmith.hub.conventions import Reading, readings_of, self_test_lines
 from draftsmith.locks import hold_name
 from draftsmith.names import EMBEDDED, check_target_name
 from draftsmith.safe_text import Terminal, markdown_environment

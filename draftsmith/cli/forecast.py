@@ -1,7 +1,7 @@
 """`draftsmith forecast`: predicted acceptance and speedup."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -28,9 +28,6 @@ from draftsmith.cli.options import (
     template_options,
 )
 from draftsmith.errors import ConfigError
-
-if TYPE_CHECKING:
-    from draftsmith.eval.forecast.run import Outcome
 
 
 def forecast(
@@ -68,9 +65,6 @@ def forecast(
     write: Annotated[
         Path | None, typer.Option("--write", help="With --server: JSON file for vLLM's and SGLang's settings.")
     ] = None,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Also decode with each best policy at the first batch size and time it.")
-    ] = False,
     seed: SeedOption = 0,
     chat_template: TemplateOption = None,
     template_option: TemplateOptionsOption = None,
@@ -82,8 +76,8 @@ def forecast(
 ) -> None:
     """Predict acceptance, tau, speedup and the best policy of drafters without decoding with them."""
     drafters = named_drafters(drafter)  # before torch is imported
-    from draftsmith.eval.forecast.forecast import ForecastSettings
-    from draftsmith.eval.forecast.run import ForecastFiles, run
+    from draftsmith.eval.forecast.forecast import PLAIN, ForecastSettings
+    from draftsmith.eval.forecast.run import ForecastFiles, run, show
     from draftsmith.eval.forecast.served import ServedRequest
 
     settings = ForecastSettings(
@@ -109,19 +103,11 @@ def forecast(
     if served is None and (model, context, write) != (None, None, None):
         raise ConfigError("--model, --context and --write without --server; expected the addresses of servers")
     files = ForecastFiles(profile, save_profile, served)
-    outcome = run(settings, out, files, measures=measure, trust_remote_code=trust_remote_code)
-    _show(outcome, out, as_json)
-
-
-def _show(outcome: "Outcome", out: Path, as_json: bool) -> None:
-    """Print a forecast, and the command that measures its first best policy."""
-    from draftsmith.eval.forecast.forecast import PLAIN
-    from draftsmith.eval.forecast.run import show
-
+    predicted = run(settings, out, files, trust_remote_code=trust_remote_code)
     if as_json:
-        return print_json(outcome.as_json())
-    show(outcome, out)
-    best, settings = outcome.forecast.best[0], outcome.forecast.settings
+        return print_json(predicted.as_json())
+    show(predicted, out)
+    best = predicted.best[0]
     if best["drafter"] is not None and best["policy"] is not None:
         chosen = [] if best["policy"] == PLAIN else ["--policy", best["policy"]]
         pair = measuring(settings.target, [settings.drafters[best["drafter"]]], settings.prompts)

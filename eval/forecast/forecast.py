@@ -103,8 +103,11 @@ class Forecast:
     hardware: dict[float, CostModel]
     environment: dict[str, Any]
     notes: list[str] = field(default_factory=list)
+    engine: dict[str, Any] | None = None
+    """Settings of engines, see `engine_settings`; None for a forecast without servers."""
 
     def as_json(self) -> dict[str, Any]:
+        engine = {} if self.engine is None else {"engine": self.engine}
         return {
             "schema": SCHEMA,
             "best": self.best,
@@ -114,6 +117,7 @@ class Forecast:
             "environment": self.environment,
             "settings": asdict(self.settings),
             "notes": self.notes,
+            **engine,
         }
 
 

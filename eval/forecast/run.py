@@ -1,17 +1,15 @@
-"""`draftsmith forecast`: validate, load, forecast, measure, and print."""
+"""`draftsmith forecast`: validate, load, forecast, and print."""
 
 import json
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypedDict
 
 from rich.table import Table
 
 from draftsmith.decode.fitting import capabilities
 from draftsmith.decode.policies import check_policy
 from draftsmith.errors import ConfigError, DraftsmithError
-from draftsmith.eval.evaluation import evaluate
 from draftsmith.eval.forecast.forecast import PLAIN, BestPolicy, Forecast, ForecastSettings, forecast
 from draftsmith.eval.forecast.profile import CostModel
 from draftsmith.eval.forecast.served import (
@@ -21,14 +19,13 @@ from draftsmith.eval.forecast.served import (
     served_forecast,
     served_settings,
 )
-from draftsmith.eval.prompts import OVERALL, PromptRows
-from draftsmith.eval.settings import Session, Settings, load_session, require_valid
+from draftsmith.eval.prompts import PromptRows
+from draftsmith.eval.settings import Session, load_session, require_valid
 from draftsmith.heads.recall import memories
 from draftsmith.locks import hold_folder
 from draftsmith.safe_text import Terminal
 from draftsmith.storage import require_writable_file, write_json, writing
 
-REPEATS = 3
 IN_FORECAST = "the results are in forecast.json"
 
 
@@ -56,47 +53,15 @@ class ForecastFiles:
                 profile.save(self.save_profile)
 
 
-class MeasuredRow(TypedDict):
-    """The measured best policy of a drafter at a temperature and the first batch size."""
-
-    drafter: str
-    temperature: float
-    batch_size: int
-    policy: str
-    tau: float
-    speedup: float
-    speedup_interval: list[float] | None
-    speedup_repeats: list[float]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A forecast, and measurements of its best policies if they were requested."""
-
-    forecast: Forecast
-    measured: list[MeasuredRow] = field(default_factory=list)
-    engine: dict[str, Any] | None = None
-    """Settings of engines, see `engine_settings`; None for a forecast without servers."""
-
-    def as_json(self) -> dict[str, Any]:
-        engine = {} if self.engine is None else {"engine": self.engine}
-        return {**self.forecast.as_json(), "measured": self.measured, **engine}
-
-
 def run(
     settings: ForecastSettings,
     out: Path,
     files: ForecastFiles = ForecastFiles(),
     *,
-    measures: bool = False,
     trust_remote_code: bool = False,
-) -> Outcome:
-    """Validate the settings, load the models, forecast, and write `forecast.json` to `out`.
-
-    Args:
-        measures: also decode and time the best policy of each drafter, at the first batch size.
-    """
-    hardware, rows = _validated(settings, out, files, measures)
+) -> Forecast:
+    """Validate the settings, load the models, forecast, and write `forecast.json` to `out`."""
+    hardware, rows = _validated(settings, out, files)
     files.require_writable()
     with hold_folder("out", out):
         session = load_session(settings, rows, trust_remote_code=trust_remote_code)
@@ -109,25 +74,12 @@ def run(
         if files.served is not None:
             return _served(files, settings, session, out)
         predicted = forecast(session.target, session.drafters, ids, settings, hardware, progress=True)
-        _write(Outcome(predicted), out)  # kept if measuring fails
+        _write(predicted, out)
         files.save(predicted.hardware[settings.temperatures[0]])
-        if not measures:
-            return Outcome(predicted)
-        outcome = Outcome(predicted, _measured_rows(session, predicted))
-        _write(outcome, out)
-        return outcome
+        return predicted
 
 
-def _measured_rows(session: Session, predicted: Forecast) -> list[MeasuredRow]:
-    measured = [
-        measured_row(session, name, temperature, predicted)
-        for name in session.drafters
-        for temperature in predicted.settings.temperatures
-    ]
-    return [row for row in measured if row is not None]
-
-
-def _served(files: ForecastFiles, settings: ForecastSettings, session: Session, out: Path) -> Outcome:
+def _served(files: ForecastFiles, settings: ForecastSettings, session: Session, out: Path) -> Forecast:
     """Forecast with the seconds of servers, and write the engines' settings."""
     assert files.served is not None
     (drafter,) = session.drafters.values()
@@ -140,13 +92,13 @@ def _served(files: ForecastFiles, settings: ForecastSettings, session: Session, 
     predicted = served_forecast(predicted, profile)
     if not predicted.rows:
         raise ConfigError(f"servers draft more tokens than {drafter.type!r} can; expected a server with fewer")
-    outcome = Outcome(predicted, engine=engine_settings(predicted, drafter))
-    _write(outcome, out)
+    predicted = replace(predicted, engine=engine_settings(predicted, drafter))
+    _write(predicted, out)
     files.save(profile)
     if files.served.write is not None:
         with writing(files.served.write, IN_FORECAST):
-            write_json(files.served.write, outcome.engine)
-    return outcome
+            write_json(files.served.write, predicted.engine)
+    return predicted
 
 
 def _require_shared_passes(session: Session, settings: ForecastSettings) -> None:
@@ -158,62 +110,17 @@ def _require_shared_passes(session: Session, settings: ForecastSettings) -> None
                 raise ConfigError.of("batch_size", max(settings.batch_sizes), expected)
 
 
-def _write(outcome: Outcome, out: Path) -> None:
+def _write(predicted: Forecast, out: Path) -> None:
     """Write `forecast.json`; if that fails, print the forecast before the error."""
     try:
         with writing(out / "forecast.json", "the results are printed above"):
-            write_json(out / "forecast.json", outcome.as_json())
+            write_json(out / "forecast.json", predicted.as_json())
     except DraftsmithError:
-        show(outcome, None)
+        show(predicted, None)
         raise
 
 
-def measured_row(session: Session, name: str, temperature: float, predicted: Forecast) -> MeasuredRow | None:
-    """Time the drafter with its best forecast policy at the first batch size; None where it has no forecast."""
-    rows = [row for row in predicted.rows if (row["drafter"], row["temperature"]) == (name, temperature)]
-    if not rows:
-        return None
-    best = max(rows, key=lambda row: row["speed"][0]["speedup"])
-    settings, policies = predicted.settings, () if best["policy"] == PLAIN else (best["policy"],)
-    evaluation = evaluate(
-        session.target,
-        {name: session.drafters[name]},
-        session.prompts,
-        Settings(
-            target=settings.target,
-            drafters={name: settings.drafters[name]},
-            prompts=settings.prompts,
-            temperatures=(temperature,),
-            max_new_tokens=settings.max_new_tokens,
-            policies=policies,
-            rule=settings.rule,
-            top_k=settings.top_k,
-            top_p=settings.top_p,
-            batch_sizes=settings.batch_sizes[:1],
-            repeats=REPEATS,
-            seed=settings.seed + 1_000_003,  # sampled texts differ from the forecast's
-            chat_template=settings.chat_template,
-            template_options=settings.template_options,
-            dtype=settings.dtype,
-            attn_implementation=settings.attn_implementation,
-        ),
-    )
-    row = next(row for row in evaluation.rows if row["category"] == OVERALL)
-    return {
-        "drafter": name,
-        "temperature": temperature,
-        "batch_size": settings.batch_sizes[0],
-        "policy": best["policy"],
-        "tau": row["tau"],
-        "speedup": row["speedup"],
-        "speedup_interval": row["speedup_interval"],
-        "speedup_repeats": row["speedup_repeats"],
-    }
-
-
-def _validated(
-    settings: ForecastSettings, out: Path, files: ForecastFiles, measures: bool
-) -> tuple[CostModel | None, PromptRows]:
+def _validated(settings: ForecastSettings, out: Path, files: ForecastFiles) -> tuple[CostModel | None, PromptRows]:
     """Return the profile and the rows of the prompts; ConfigError for settings that cannot be forecast."""
     if not settings.drafters:
         raise ConfigError("drafter is missing; expected at least one")
@@ -231,8 +138,8 @@ def _validated(
             "save-profile", str(files.save_profile), "one --temperature: rounds cost more when tokens are drawn"
         )
     if files.served is not None:
-        if files.profile is not None or measures:
-            raise ConfigError("--server with --profile or --measure; expected one of them")
+        if files.profile is not None:
+            raise ConfigError("--server with --profile; expected one of the two")
         files.served.sections(settings)
     rows = PromptRows.read(settings.prompts)
     if rows.images:
@@ -240,49 +147,44 @@ def _validated(
     return hardware, rows
 
 
-def show(outcome: Outcome, out: Path | None) -> None:
+def show(predicted: Forecast, out: Path | None) -> None:
     """Print the tables, the best policies, the notes and the place of the file."""
     console = Terminal(width=None if Terminal().is_terminal else 110)
-    for batch in outcome.forecast.settings.batch_sizes:
-        console.print(forecast_table(outcome, batch))
-        console.print(verification_line(outcome.forecast, batch))
-    for best in outcome.forecast.best:
+    for batch in predicted.settings.batch_sizes:
+        console.print(forecast_table(predicted, batch))
+        console.print(verification_line(predicted, batch))
+    for best in predicted.best:
         console.print(best_line(best))
-    for note in outcome.forecast.notes:
+    for note in predicted.notes:
         console.print(f"note: {note}")
-    for line in _engine_lines(outcome):
+    for line in _engine_lines(predicted):
         console.print(line, soft_wrap=True, markup=False)
     if out is not None:
         console.print(f"forecast: {out / 'forecast.json'}")
 
 
-def _engine_lines(outcome: Outcome) -> list[str]:
+def _engine_lines(predicted: Forecast) -> list[str]:
     """Return the settings of engines by load."""
-    if outcome.engine is None:
+    if predicted.engine is None:
         return []
-    vllm, off, exports = (outcome.engine[key] for key in ("vllm", "off_from", "export"))
+    vllm, off, exports = (predicted.engine[key] for key in ("vllm", "off_from", "export"))
     lines = [] if vllm is None else [f"vLLM: --speculative-config {shlex.quote(json.dumps(vllm))}"]
-    lines += [f"SGLang, {load} requests: {flags or 'no drafter'}" for load, flags in outcome.engine["sglang"].items()]
+    lines += [f"SGLang, {load} requests: {flags or 'no drafter'}" for load, flags in predicted.engine["sglang"].items()]
     lines = [f"first: {command}" for command in exports.values()] + lines
     where = f"off from {off} requests at a time" if off else "faster at every measured number of requests"
     return [*lines, f"speculation: {where}"]
 
 
-def forecast_table(outcome: Outcome, batch: int) -> Table:
-    """Return a table with one line per drafter, temperature and policy, with measured values if there are any."""
-    timings = {entry["timings"] for row in outcome.forecast.rows for entry in row["speed"]}
+def forecast_table(predicted: Forecast, batch: int) -> Table:
+    """Return a table with one line per drafter, temperature and policy."""
+    timings = {entry["timings"] for row in predicted.rows for entry in row["speed"]}
     over = f"; of speedups also over {min(timings)} timings" if timings and min(timings) > 1 else ""
     table = Table(title=f"Forecast at batch size {batch}, intervals over texts{over}", pad_edge=False)
     table.add_column("drafter", no_wrap=True)
-    here = [row for row in outcome.measured if row["batch_size"] == batch]
-    columns = ["T", "tau", "95 %", "speedup", "95 %", "tok/s", *["tau meas.", "speedup meas."] * bool(here)]
-    for name in columns:
+    for name in ("T", "tau", "95 %", "speedup", "95 %", "tok/s"):
         table.add_column(name, justify="right")
-    measured = {(row["drafter"], row["temperature"], row["policy"]): row for row in here}
-    for row in outcome.forecast.rows:
+    for row in predicted.rows:
         speed = next(entry for entry in row["speed"] if entry["batch_size"] == batch)
-        beside = measured.get((row["drafter"], row["temperature"], row["policy"]))
-        shown = [f"{beside['tau']:.2f}", f"{beside['speedup']:.2f}x"] if beside else ["", ""]
         table.add_row(
             f"{row['drafter']} {row['policy']}",
             f"{row['temperature']:g}",
@@ -291,7 +193,6 @@ def forecast_table(outcome: Outcome, batch: int) -> Table:
             f"{speed['speedup']:.2f}x",
             "{:.2f}-{:.2f}".format(*speed["speedup_interval"]),
             f"{speed['tokens_per_second']:.0f}",
-            *(shown if here else ()),
         )
     return table
 

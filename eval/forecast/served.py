@@ -26,8 +26,7 @@ from draftsmith.distill.server.settings import ServerSection, require_client, se
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.eval.forecast.forecast import Forecast, ForecastSettings, best_of
 from draftsmith.eval.forecast.profile import ANY, CostModel, DrafterSeconds
-from draftsmith.eval.server.counters import CounterRoutes
-from draftsmith.eval.server.measure import ServerRun, settled
+from draftsmith.eval.server.measure import CounterRoutes, ServerRun, settled
 from draftsmith.eval.settings import Session, Settings
 from draftsmith.heads.base import Drafter, TrainableDrafter
 from draftsmith.heads.configs import is_named

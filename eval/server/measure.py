@@ -1,13 +1,18 @@
-"""Measure servers: the prompts and batches of a local measurement, asked over HTTP."""
+"""Measure servers: the prompts and batches of a local measurement, asked over HTTP.
+
+Engines count their drafts. vLLM and llama-server count accepted tokens by position, too; SGLang counts verifications.
+They are Prometheus counters of the whole server, so other requests during the measurement would count too.
+"""
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit, urlunsplit
 
 import numpy as np
 from datasets import Dataset
@@ -20,45 +25,137 @@ from draftsmith.distill.server.answers import Answer, NoTokens
 from draftsmith.distill.server.client import RequestFailed, ServerClient
 from draftsmith.distill.server.probe import check_server, check_temperatures
 from draftsmith.distill.server.sampling import ServerSampler
-from draftsmith.distill.server.settings import ServerSection
+from draftsmith.distill.server.settings import ServerSection, server_key
 from draftsmith.errors import ConfigError, DraftsmithError, reason_of
+from draftsmith.eval.journal import BatchJournal, Numbers
 from draftsmith.eval.prompts import Batch, Prompt, batches
-from draftsmith.eval.server.counters import CounterRoutes, Counters
 from draftsmith.eval.settings import Settings, Variant
 from draftsmith.metrics import Series, as_series
-from draftsmith.reading import read_text
-from draftsmith.storage import write_text, writing
+
+if TYPE_CHECKING:
+    import httpx
+
+SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>[^}]*)\})?\s+(?P<value>\S+)")
+POSITION = re.compile(r'(?:^|,)\s*position="(\d+)"')
+ROUNDS = ("vllm:spec_decode_num_drafts", "llamacpp:spec_decode_num_drafts", "sglang:spec_verify_calls")
+DRAFT_TOKENS = ("vllm:spec_decode_num_draft_tokens", "llamacpp:spec_decode_num_draft_tokens")
+PER_POSITION = ("vllm:spec_decode_num_accepted_tokens_per_pos", "llamacpp:spec_decode_num_accepted_tokens_per_pos")
+GENERATED = ("vllm:generation_tokens", "llamacpp:tokens_predicted", "sglang:generation_tokens")
+"""Counters that exist without speculation, too: with them a server without drafts is told from one without metrics."""
+SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Numbers of a server since its start."""
+
+    known: bool
+    """The server has counters at all."""
+    rounds: float = 0.0
+    """Verified drafts of all texts."""
+    accepted: tuple[float, ...] = ()
+    """By draft position, drafts that were accepted up to it; empty where the engine does not count positions."""
+    drafted: float = 0.0
+    """Draft tokens, where the engine counts them."""
+
+    def since(self, before: "Counters") -> "Counters":
+        """Return the difference; ConfigError if the server was started again in between."""
+        earlier = (*before.accepted, *([0.0] * len(self.accepted)))
+        accepted = tuple(now - then for now, then in zip(self.accepted, earlier, strict=False))
+        rounds = self.rounds - before.rounds
+        if rounds < 0 or any(count < 0 for count in accepted) or len(self.accepted) < len(before.accepted):
+            raise ConfigError("server's counters have decreased: it was started again; expected one that keeps running")
+        return Counters(self.known, rounds, accepted, self.drafted - before.drafted)
+
+
+def parse_counters(text: str) -> Counters:
+    """Return the numbers in Prometheus' text format, summed over engines and ranks."""
+    known, rounds, drafted, accepted = False, 0.0, 0.0, dict[int, float]()
+    for line in text.splitlines():
+        match = SAMPLE.match(line)
+        if match is None:
+            continue
+        name, value = match["name"].removesuffix("_total"), _number(match["value"])
+        known |= name in GENERATED + ROUNDS
+        rounds += value if name in ROUNDS else 0.0
+        drafted += value if name in DRAFT_TOKENS else 0.0
+        position = POSITION.search(match["labels"] or "") if name in PER_POSITION else None
+        if position is not None:
+            place = int(position[1])
+            accepted[place] = accepted.get(place, 0.0) + value
+    positions = tuple(accepted.get(place, 0.0) for place in range(max(accepted, default=-1) + 1))
+    return Counters(known, rounds, positions, drafted)
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0
+    return value if abs(value) < 1e300 else 0.0
+
+
+class CounterRoutes:
+    """The routes of a server's counters, beside OpenAI's."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self.root = urlunsplit((parts.scheme, parts.netloc, parts.path.removesuffix("/v1"), "", ""))
+        import httpx
+
+        headers = {"Authorization": f"Bearer {server_key()}"} if server_key() else {}
+        self._client = httpx.Client(headers=headers, timeout=SECONDS)
+
+    def counters(self) -> Counters:
+        """Return the counters now; those of a server without the route are not known."""
+        answer = self._get("/metrics")
+        return Counters(False) if answer is None else parse_counters(answer.text)
+
+    def sglang_tau(self) -> float | None:
+        """Return SGLang's mean acceptance length since its start; None where it is not told."""
+        for state in self._states():
+            value = state.get("avg_spec_accept_length")
+            if isinstance(value, int | float) and 1 <= value < 1e6:
+                return float(value)
+        return None
+
+    def sglang_draft_length(self) -> int | None:
+        """Return the draft length of SGLang's chains; None where it is not told. ConfigError for trees."""
+        for state in self._states():
+            count, branches = state.get("speculative_num_draft_tokens"), state.get("speculative_eagle_topk")
+            if isinstance(branches, int) and branches > 1:
+                raise ConfigError(
+                    f"server {self.root} drafts trees (topk={branches}); expected --speculative-eagle-topk 1"
+                )
+            if isinstance(count, int) and 1 < count < 1000:
+                return count - 1  # SGLang counts the last committed token as a draft token
+        return None
+
+    def _states(self) -> list[dict[str, Any]]:
+        """Return SGLang's description of itself and of its ranks."""
+        answer = self._get("/get_server_info")
+        try:
+            info = {} if answer is None else answer.json()
+        except ValueError:
+            return []
+        states = info.get("internal_states") if isinstance(info, dict) else None
+        return [state for state in [info, *(states if isinstance(states, list) else [])] if isinstance(state, dict)]
+
+    def _get(self, path: str) -> "httpx.Response | None":
+        import httpx
+
+        try:
+            answer = self._client.get(self.root + path)
+        except httpx.HTTPError as error:
+            raise ConfigError(f"server {self.root}{path} cannot be reached ({reason_of(error)})") from error
+        return answer if answer.status_code == 200 else None
+
 
 Condition = tuple[float, int]
 """Temperature, and the number of requests at a time."""
 SETTLE_SECONDS = 0.2
 """Time between two readings of counters that have to agree: engines update them after an answer."""
 SETTLE_READINGS = 50
-
-
-class Numbers(NamedTuple):
-    """Tokens and seconds of a batch, and the engine's counts of verified drafts and of accepted tokens by position."""
-
-    tokens: int
-    seconds: float
-    drafts: float
-    accepted: tuple[float, ...]
-
-    @property
-    def rounds(self) -> float:
-        """Rounds of all texts.
-
-        Every round commits one token that was not drafted; vLLM counts the rounds with a draft only. The tokens of a
-        server without drafts are one a round.
-        """
-        if self.accepted:
-            return max(self.drafts, self.tokens - sum(self.accepted))
-        return self.drafts or self.tokens
-
-    @property
-    def tested(self) -> tuple[float, ...]:
-        """Rounds that tested each draft position; empty where the engine does not count positions."""
-        return (self.drafts, *self.accepted[:-1]) if self.accepted else ()
 
 
 Batches = dict[tuple[int, int], Numbers]
@@ -82,46 +179,6 @@ class Measured:
     """The engine counts drafts or verifications, so that tau is known."""
     sglang_tau: float | None = None
     """SGLang's own mean since its start, where it counts no verifications."""
-
-
-def _numbers(tokens: Any, seconds: Any, drafts: Any, accepted: Any) -> Numbers:
-    return Numbers(int(tokens), float(seconds), float(drafts), tuple(float(count) for count in accepted))
-
-
-class BatchJournal:
-    """The measured batches, one line of JSON each, so that a measurement continues after a kill.
-
-    Args:
-        key: of everything that the numbers depend on.
-        earlier: the key of the same measurement in earlier versions.
-    """
-
-    def __init__(self, file: Path, key: str, earlier: str | None = None) -> None:
-        self._file = file
-        try:
-            text = read_text(file) if file.exists() else ""
-            whole = text[: text.rfind("\n") + 1]  # a kill may have cut the last line
-            stored, *entries = [json.loads(line) for line in whole.splitlines()] or [key]
-            self._done = {json.dumps(place): _numbers(*numbers) for place, numbers in entries}
-        except (OSError, ValueError, TypeError, OverflowError) as error:
-            raise ConfigError(f"{file} is damaged ({reason_of(error)}); expected another --out") from error
-        if stored not in (key, earlier):
-            raise ConfigError(
-                f"{file} has batches of a measurement with other options; expected them, or another --out"
-            )
-        if whole != text:
-            write_text(file, whole)
-        self._head = "" if whole else json.dumps(key) + "\n"
-
-    def get(self, place: list[Any]) -> Numbers | None:
-        """Return the numbers of a batch; None for one that was not measured."""
-        return self._done.get(json.dumps(place))
-
-    def add(self, place: list[Any], numbers: Numbers) -> None:
-        """Store the numbers of a batch."""
-        with writing(self._file, "batches so far are kept"), self._file.open("a", encoding="utf-8") as file:
-            file.write(f"{self._head}{json.dumps([place, numbers])}\n")
-        self._head = ""
 
 
 @dataclass(frozen=True)

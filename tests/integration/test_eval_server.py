@@ -11,8 +11,9 @@ from engine_server import Engine, chat_tokenizer
 
 from draftsmith.cli import main
 from draftsmith.errors import ConfigError
+from draftsmith.eval.journal import Numbers
 from draftsmith.eval.server import measure
-from draftsmith.eval.server.counters import Counters, parse_counters
+from draftsmith.eval.server.measure import Counters, parse_counters
 from draftsmith.eval.server.run import row_of
 
 ROUNDS = 3
@@ -264,14 +265,14 @@ def test_a_measurement_as_json(folder: Path, prompts: Path, tmp_path: Path, caps
     ],
 )
 def test_passes_without_a_draft_are_rounds_of_one_token(tokens: int, counted: Counters, rounds: int) -> None:
-    assert measure.Numbers(tokens, 1.0, counted.rounds, counted.accepted).rounds == rounds
+    assert Numbers(tokens, 1.0, counted.rounds, counted.accepted).rounds == rounds
 
 
 @pytest.mark.parametrize("size", [1, 2, 64])
 def test_milliseconds_of_batches_that_are_not_full(size: int) -> None:
     """Three prompts, each answered with 1 + 59 tokens in 0.59 s whatever the load."""
     units = [["a", "b", "c"][start : start + size] for start in range(0, 3, size)]
-    batches = {(unit, 0): measure.Numbers(59 * len(ids), 0.59, 0.0, ()) for unit, ids in enumerate(units)}
+    batches = {(unit, 0): Numbers(59 * len(ids), 0.59, 0.0, ()) for unit, ids in enumerate(units)}
     numbers = measure.series_of(("d", ""), (0.0, size), units, batches)
     row = row_of(numbers, None, batches, seed=0, counted=False)
     assert row["milliseconds_per_token"] == pytest.approx(10)

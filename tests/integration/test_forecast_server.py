@@ -15,7 +15,7 @@ from draftsmith.cli import main
 from draftsmith.eval.forecast import served
 from draftsmith.eval.forecast.profile import CostModel, DrafterSeconds
 from draftsmith.eval.server import measure
-from draftsmith.eval.server.counters import CounterRoutes
+from draftsmith.eval.server.measure import CounterRoutes
 from draftsmith.heads import HEADS
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 
@@ -165,7 +165,7 @@ def test_what_cannot_be_measured_is_refused(folder: Path, capsys: pytest.Capture
             ([*named[2:], "--temperature", 0], "draft length of a running server cannot be changed"),
             ([*named, "--temperature", 0, "--policy", "chain:draft_length=2"], "engines draft chains"),
             ([*named, "--temperature", 0, "--drafter", "suffix"], "expected one drafter"),
-            ([*named, "--temperature", 0, "--measure"], "--server with --profile or --measure"),
+            ([*named, "--temperature", 0, "--profile", "p.yaml"], "profile=p.yaml cannot be read"),
             ([*named, "--temperature", 0, "--context", 0], "expected at least 1"),
             ([*named, "--temperature", 0, "--context", 120], "expected at most 96, the target's limit less 32 tokens"),
             ([*named[:2], "--server", plain.url, "--model", "tiny", "--temperature", 0], "each only once"),

@@ -9,7 +9,7 @@ from unit.eval.made import PLAIN, cell, output, row
 
 from draftsmith.decode.sequence import Round
 from draftsmith.eval.guards import _repetition, dtype_of, guards
-from draftsmith.eval.rows import row_of
+from draftsmith.eval.results import row_of
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel
 

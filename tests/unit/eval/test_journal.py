@@ -11,9 +11,8 @@ from unit.eval.made import cell, output
 
 from draftsmith.decode.sequence import Round
 from draftsmith.errors import ConfigError
-from draftsmith.eval.journal import Journal, TextRecord
+from draftsmith.eval.journal import BatchJournal, Journal, Numbers, TextRecord
 from draftsmith.eval.report import check_report_folder
-from draftsmith.eval.server.measure import BatchJournal, Numbers
 from draftsmith.eval.settings import Settings
 
 SETTINGS = Settings("t", {"d": "x"}, "p", seed=1)

@@ -21,10 +21,10 @@ from draftsmith.cli import main
 from draftsmith.decode.sampling import Sampling
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
-from draftsmith.eval.conventions import PROMPTS, Reading, readings_of, self_test_lines
 from draftsmith.eval.teacher_forced import sample_texts
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import TrainableDrafter
+from draftsmith.hub.conventions import PROMPTS, Reading, readings_of, self_test_lines
 from draftsmith.hub.export import export_drafter
 from draftsmith.train.batch import collate
 from draftsmith.train.step import AgreementStep, Last

@@ -8,7 +8,7 @@ from unit.eval.made import cell, output
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sequence import Round
 from draftsmith.eval.journal import Cell
-from draftsmith.eval.rows import greedy_identity, repeated_4grams, row_of, series_of
+from draftsmith.eval.results import greedy_identity, repeated_4grams, row_of, series_of
 from draftsmith.heads.draft_model import DraftModel
 
 
