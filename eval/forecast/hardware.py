@@ -137,9 +137,9 @@ def measure_hardware(
     together = {
         b: {arm: [record for turn in timed for record in turn[arm]] for arm in arms} for b, timed in of_batch.items()
     }
-    hardware = _profile(_means(together, timed_as))
+    hardware = profile_of(together, timed_as)
     hardware.require(drafters)
-    repeats = [_profile(_means({b: timed[turn] for b, timed in of_batch.items()}, timed_as)) for turn in range(TURNS)]
+    repeats = [profile_of({b: timed[turn] for b, timed in of_batch.items()}, timed_as) for turn in range(TURNS)]
     known = [repeat for repeat in repeats if repeat.drafters.keys() == hardware.drafters.keys()]
     return hardware.model_copy(update={"name": "measured", "repeats": tuple(known)})
 
@@ -192,35 +192,24 @@ def _timed_as(drafters: dict[str, Drafter]) -> dict[str, str]:
     return found
 
 
-def _means(rounds: dict[int, Timed], timed_as: dict[str, str]) -> dict[str, Any]:
-    """Return the mean seconds at each batch size: of the target's passes, and of each drafter's whole rounds.
+def profile_of(rounds: dict[int, Timed], timed_as: dict[str, str]) -> CostModel:
+    """Return the profile in which a round of every timed draft length, and of every other policy, costs its mean.
 
-    `timed_as`: by drafter, the one whose rounds were timed.
+    `rounds`: of each variant, by batch size. `timed_as`: by drafter, the one whose rounds were timed.
 
     Other processes interrupt at a rate per second: medians of short passes would never include interruptions, medians
     of long passes always, and so would medians of turns, in which the target alone is timed most often. Means grow by
-    the same share as the time of whole texts.
+    the same share as the time of whole texts. The seconds of a round in addition to the target's pass grow with the
+    draft: sampled tokens need a more expensive rule, and hidden states are transferred. Therefore all of them count as
+    `draft`, and `round` is 0.
     """
-    alone, verify = {}, {}
-    whole: dict[str, dict[int, dict[int | str, list[Round]]]] = {name: {} for name in timed_as}
-    for batch, timed in rounds.items():
-        alone[batch] = fmean(record.seconds for record in timed[ALONE])
-        verify[batch] = {n + 1: fmean(r.verify_seconds for r in timed["", n]) for n in LENGTHS if timed["", n]}
-        verify[batch][1] = fmean(record.verify_seconds for record in timed[ALONE])
-        for name, owner in timed_as.items():
-            mine = {drafting: records for (timed_name, drafting), records in timed.items() if timed_name == owner}
-            whole[name][batch] = {drafting: records for drafting, records in mine.items() if records}
-    known = {name: {b: mine for b, mine in entry.items() if mine} for name, entry in whole.items()}
-    return {"alone": alone, "verify": verify, "whole": {name: entry for name, entry in known.items() if entry}}
-
-
-def _profile(means: dict[str, Any]) -> CostModel:
-    """Return the profile in which a round of every timed draft length, and of every other policy, costs its mean.
-
-    The seconds of a round in addition to the target's pass grow with the draft: sampled tokens need a more expensive
-    rule, and hidden states are transferred. Therefore all of them count as `draft`, and `round` is 0.
-    """
-    verify = means["verify"]
+    alone = {batch: fmean(record.seconds for record in timed[ALONE]) for batch, timed in rounds.items()}
+    verify = {
+        batch: {1: fmean(r.verify_seconds for r in timed[ALONE])}
+        | {n + 1: fmean(r.verify_seconds for r in timed["", n]) for n in LENGTHS if timed["", n]}
+        for batch, timed in rounds.items()
+    }
+    whole = {name: _rounds_of(owner, rounds) for name, owner in timed_as.items()}
     drafters = {
         name: DrafterSeconds(
             draft={
@@ -229,20 +218,25 @@ def _profile(means: dict[str, Any]) -> CostModel:
                     for n, records in timed.items()
                     if isinstance(n, int)
                 }
-                for batch, timed in whole.items()
+                for batch, timed in whole[name].items()
             }
         )
-        for name, whole in means["whole"].items()
+        for name in whole
+        if whole[name]
     }
-    chains = CostModel(alone=means["alone"], verify=verify, drafters=drafters)
-    return chains.model_copy(
-        update={
-            "drafters": {
-                name: own.model_copy(update={"policies": _beyond(means["whole"][name], name, chains)})
-                for name, own in drafters.items()
-            }
-        }
-    )
+    chains = CostModel(alone=alone, verify=verify, drafters=drafters)
+    more = {name: {"policies": _beyond(whole[name], name, chains)} for name in drafters}
+    timed = {name: own.model_copy(update=more[name]) for name, own in drafters.items()}
+    return chains.model_copy(update={"drafters": timed})
+
+
+def _rounds_of(drafter: str, rounds: dict[int, Timed]) -> dict[int, dict[int | str, list[Round]]]:
+    """Return the rounds of a drafter by batch size, and draft length or policy; without those that have none."""
+    found = {
+        batch: {drafting: records for (name, drafting), records in timed.items() if name == drafter and records}
+        for batch, timed in rounds.items()
+    }
+    return {batch: timed for batch, timed in found.items() if timed}
 
 
 def _beyond(

@@ -118,27 +118,6 @@ def test_an_encoder_decoder_pair(tmp_path: Path, tiny_tokenizer: PreTrainedToken
     assert _main(*call, "--tokens", 500) == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--tokens", "10"], "tokens=10; expected >= 500"),
-        (["--policy", "chains"], "policy='chains'; expected one of"),
-        (["--gamma", "3", "--policy", "adaptive"], "gamma=3 and policy=adaptive; expected one of the two"),
-        (["--rule", "best"], "rule='best'; expected one of token"),
-        (["--drafter", "suffix:min=3"], "'min=3'; expected suffix:KEY=VALUE"),
-        (["--temperature", "-1"], "temperature=-1.0; expected >= 0"),
-        (["--attn-implementation", "flex"], "attn_implementation='flex'; expected sdpa, eager, flash_attention_2"),
-        (["--dtype", "float8"], "dtype='float8'; expected one of float32"),
-        (["--seed", "-1"], "seed=-1; expected >= 0"),
-    ],
-)
-def test_bad_input_is_refused_before_anything_is_loaded(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture
-) -> None:
-    assert _main("--target", "embedded", "--drafter", "prompt-lookup", *arguments) == 2
-    assert message in capsys.readouterr().err
-
-
 ASSETS = Path(os.environ.get("DRAFTSMITH_ASSETS") or Path(__file__).parents[3] / "shared" / "assets")
 
 

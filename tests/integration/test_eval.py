@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_llama
 from forked import Processes, Server
 from transformers import (
     AutoModelForCausalLM,
@@ -245,23 +244,6 @@ def test_another_run_in_the_folder_is_refused(
     assert before == {file: file.read_bytes() for file in out.iterdir()}
 
 
-def test_refusals_that_need_the_models(
-    tmp_path: Path, tiny_target_folder: Path, medusa_folder: Path, prompts: Path, capsys: pytest.CaptureFixture
-) -> None:
-    call = ["eval", "--target", tiny_target_folder, "--out", tmp_path / "out", "--repeats", 1]
-    long = tmp_path / "long.jsonl"
-    long.write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps({"prompt": "ab" * 100}) + "\n")
-    assert _main(*call, "--drafter", medusa_folder, "--prompts", long) == 2
-    assert "long.jsonl:2: prompt=200 tokens; expected fewer than the context of 128" in capsys.readouterr().err
-    other = tmp_path / "other"
-    make_llama(vocab_size=60).save_pretrained(other)
-    assert _main(*call, "--drafter", other, "--prompts", prompts) == 2
-    assert "has a vocabulary of 60; expected the target's 64" in capsys.readouterr().err
-    assert _main(*call, "--drafter", medusa_folder, "--prompts", prompts, "--gamma", 3) == 2
-    assert "draft_length=3; expected at most 2" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def test_generate_prints_the_targets_text(
     tiny_target_folder: Path, medusa_folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -347,26 +329,6 @@ def test_a_lossy_rule_says_so_everywhere(
     assert "(LOSSY)" in (out / "report.md").read_text()
     rows = json.loads((out / "eval.json").read_text())["rows"]
     assert {row["temperature"]: row["lossless"] for row in rows} == {0.0: True, 1.0: False}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--policy", "chains"], "policy='chains'; expected one of"),
-        (["--gamma", "0"], "gamma=0; expected >= 1"),
-        (["--gamma", "2", "--gamma", "2"], "gamma=[2, 2]; expected each only once"),
-        (["--batch-size", "0"], "batch_size=0; expected >= 1"),
-        (["--rule", "best"], "rule='best'; expected one of token"),
-        (["--chat-template", "nowhere"], "chat_template=nowhere cannot be read"),
-        (["--template-option", "x"], "--template-option x; expected key=value"),
-        (["--drafter", "suffix:min=3"], "'min=3'; expected suffix:KEY=VALUE"),
-    ],
-)
-def test_plans_that_do_not_fit_are_refused_before_anything_is_loaded(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture
-) -> None:
-    assert _main("eval", "--target", "embedded", "--drafter", "prompt-lookup", *arguments) == 2
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["eval", "check", "forecast"])

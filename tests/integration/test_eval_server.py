@@ -148,22 +148,21 @@ def test_servers_take_turns_and_a_killed_measurement_continues(
     assert not journal.exists()
 
 
-def test_tau_of_sglang(folder: Path, prompts: Path, tmp_path: Path) -> None:
-    with Drafting("sglang").engine.running() as engine:
-        assert run(folder, prompts, engine, tmp_path / "out") == 0
-    rows = json.loads((tmp_path / "out" / "eval.json").read_text())["server"]
-    assert [(row["tau"], row["acceptance_at"], row["alpha"]) for row in rows] == [(2.0, [], None)] * 2
-
-
-def test_tau_and_acceptance_of_llama_server(folder: Path, prompts: Path, tmp_path: Path, capsys: Any) -> None:
-    with Drafting("llamacpp").engine.running() as engine:
-        assert run(folder, prompts, engine, tmp_path / "out") == 0
-    rows = json.loads((tmp_path / "out" / "eval.json").read_text())["server"]
-    assert [(row["tau"], row["acceptance_at"], row["alpha"]) for row in rows] == [(2.0, [1.0, 0.0], 0.5)] * 2
-    assert "count no drafts" not in capsys.readouterr().out
-    drafting = Drafting("llamacpp")
-    drafting.answers = 3
-    assert parse_counters(drafting._metrics(drafting.engine)) == Counters(True, 9.0, (9.0, 0.0), 18.0)
+@pytest.mark.parametrize(
+    ("style", "acceptance", "alpha"), [("sglang", [], None), ("llamacpp", [1.0, 0.0], 0.5)], ids=["sglang", "llama"]
+)
+def test_tau_and_acceptance_of_other_engines(
+    style: str, acceptance: list[float], alpha: float | None, folder: Path, prompts: Path, tmp_path: Path, capsys: Any
+) -> None:
+    """SGLang counts verifications alone. The result is printed as JSON, too."""
+    with Drafting(style).engine.running() as engine:
+        assert run(folder, prompts, engine, tmp_path / "out", "--json") == 0
+    stored = json.loads((tmp_path / "out" / "eval.json").read_text())
+    assert [(row["tau"], row["acceptance_at"], row["alpha"]) for row in stored["server"]] == [
+        (2.0, acceptance, alpha)
+    ] * 2
+    assert not any("count no drafts" in note for note in stored["notes"])
+    assert json.loads(capsys.readouterr().out)["server"] == stored["server"]
 
 
 def test_a_server_that_loses_temperatures_is_refused(
@@ -245,13 +244,6 @@ def test_a_baseline_is_checked_before_anything_is_measured(
         assert "127.0.0.1:9" in capsys.readouterr().err
     assert served.answers == 0
     assert not (tmp_path / "out" / "eval.json").exists()
-
-
-def test_a_measurement_as_json(folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Drafting("vllm").engine.running() as engine:
-        assert run(folder, prompts, engine, tmp_path / "out", "--json") == 0
-    stored = json.loads((tmp_path / "out" / "eval.json").read_text())
-    assert json.loads(capsys.readouterr().out)["server"] == stored["server"]
 
 
 @pytest.mark.parametrize(

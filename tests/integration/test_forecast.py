@@ -191,29 +191,6 @@ def test_a_file_that_is_no_profile_is_refused(text: str, tmp_path: Path) -> None
         CostModel.load(file)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--max-draft-length", "0"], "max-draft-length=0; expected >= 1"),
-        (["--batch-size", "0"], "batch-size=0; expected >= 1"),
-        (["--batch-size", "2", "--batch-size", "2"], "batch-size=[2, 2]; expected each only once"),
-        (["--policy", "chains"], "policy='chains'; expected one of"),
-        (["--rule", "best"], "rule='best'; expected one of token"),
-        (["--temperature", "-1"], "temperature=-1.0; expected >= 0"),
-        (["--profile", "nowhere.yaml"], "profile=nowhere.yaml cannot be read"),
-        (["--save-profile", "x.json"], "save-profile='x.json'; expected one --temperature"),
-        (["--temperature", "0", "--save-profile", "."], "save-profile=. is a folder; expected the name of a file"),
-        (["--temperature", "0", "--save-profile", f"{__file__}/x"], f"save-profile={__file__}/x cannot be made in"),
-        (["--dtype", "int4"], "dtype='int4'; expected one of"),
-    ],
-)
-def test_bad_input_is_refused_before_anything_is_loaded(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture
-) -> None:
-    assert _main("forecast", "--target", "embedded", "--drafter", "prompt-lookup", *arguments) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_refusals_that_need_the_models(
     tmp_path: Path, tiny_target_folder: Path, prompts: Path, profile: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -1,9 +1,9 @@
-"""Loading for `eval`, `check` and `forecast`: prompts are read once and refused before weights are."""
+"""Settings that commands share: refused before anything is loaded, then loaded once."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import make_llama
@@ -12,70 +12,105 @@ from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, Pr
 from draftsmith.cli import main
 from draftsmith.distill.load_target import DTYPES
 from draftsmith.errors import ConfigError
-from draftsmith.eval import prompts
 from draftsmith.eval.settings import PairSettings, load_session
+
+Refused = Callable[..., str]
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The sources of prompts that are read."""
-    sources: list[str] = []
-    read_source = prompts.read_source
+def refused(capsys: pytest.CaptureFixture, tmp_path: Path) -> Refused:
+    """Call a command and return its error; it writes nothing."""
 
-    def counted(source: str, *rest: Any) -> Any:
-        sources.append(source)
-        return read_source(source, *rest)
+    def call(*arguments: object) -> str:
+        with pytest.raises(SystemExit) as stop:
+            main([str(argument) for argument in (*arguments, "--out", tmp_path / "out")])
+        assert stop.value.code == 2
+        assert not (tmp_path / "out").exists()
+        return " ".join(capsys.readouterr().err.split())
 
-    monkeypatch.setattr(prompts, "read_source", counted)
-    return sources
-
-
-def _refused(capsys: pytest.CaptureFixture, *arguments: object) -> str:
-    with pytest.raises(SystemExit) as stop:
-        main([str(argument) for argument in arguments])
-    assert stop.value.code == 2
-    return capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["eval", "check", "forecast"])
-def test_long_prompts_are_refused_before_weights_are_read(
-    command: str,
-    tmp_path: Path,
-    tiny_target_folder: Path,
-    reads: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
-    file, out = tmp_path / "long.jsonl", tmp_path / "out"
-    file.write_text(json.dumps({"prompt": "ab" * 100}) + "\n")
-    call = (command, "--target", tiny_target_folder, "--drafter", "suffix", "--prompts", file, "--out", out)
-    assert "prompt=200 tokens; expected fewer than the context of 128" in _refused(capsys, *call)
-    assert reads == [str(file)]
-    assert not out.exists()
+    return call
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("command", "options", "message"),
     [
-        (["--drafter", "no/where"], "drafter=no/where; expected a local folder or a Hub id"),
-        (["--drafter", "hybrid:drafter=no/where"], "drafter=no/where; expected a local folder or a Hub id"),
+        (command, options, message)
+        for options, message in (
+            (["--policy", "chains"], "policy='chains'; expected one of"),
+            (["--rule", "best"], "rule='best'; expected one of token"),
+            (["--temperature", "-1"], "temperature=-1.0; expected >= 0"),
+            (["--temperature", "1", "--temperature", "1"], "temperature=[1.0, 1.0]; expected each only once"),
+            (["--dtype", "float8"], "dtype='float8'; expected one of float32"),
+            (["--seed", "-1"], "seed=-1; expected >= 0"),
+            (["--count", "0"], "count=0; expected >= 1"),
+            (["--attn-implementation", "flex"], "attn_implementation='flex'; expected sdpa, eager, flash_attention_2"),
+            (["--chat-template", "nowhere"], "chat_template=nowhere cannot be read"),
+            (["--template-option", "x"], "--template-option x; expected key=value"),
+            (["--drafter", "suffix:min=3"], "'min=3'; expected suffix:KEY=VALUE"),
+        )
+        for command in ("eval", "check", "forecast")
+    ]
+    + [
+        ("eval", ["--gamma", "0"], "gamma=0; expected >= 1"),
+        ("eval", ["--gamma", "2", "--gamma", "2"], "gamma=[2, 2]; expected each only once"),
+        ("eval", ["--batch-size", "0"], "batch_size=0; expected >= 1"),
+        ("check", ["--tokens", "10"], "tokens=10; expected >= 500"),
+        ("check", ["--gamma", "3", "--policy", "adaptive"], "gamma=3 and policy=adaptive; expected one of the two"),
+        ("forecast", ["--max-draft-length", "0"], "max-draft-length=0; expected >= 1"),
+        ("forecast", ["--batch-size", "2", "--batch-size", "2"], "batch-size=[2, 2]; expected each only once"),
+        ("forecast", ["--profile", "nowhere.yaml"], "profile=nowhere.yaml cannot be read"),
+        ("forecast", ["--save-profile", "x.json"], "save-profile='x.json'; expected one --temperature"),
+        ("forecast", ["--temperature", "0", "--save-profile", "."], "save-profile=. is a folder; expected the name of"),
+        (
+            "forecast",
+            ["--temperature", "0", "--save-profile", f"{__file__}/x"],
+            f"save-profile={__file__}/x cannot be made in",
+        ),
     ],
 )
-def test_drafters_are_refused_before_weights_are_read(
-    options: list[str],
+def test_options_are_refused_before_anything_is_loaded(
+    command: str, options: list[str], message: str, refused: Refused
+) -> None:
+    assert message in refused(command, "--target", "embedded", "--drafter", "prompt-lookup", *options)
+
+
+@pytest.mark.parametrize("command", ["eval", "check", "forecast"])
+@pytest.mark.parametrize(
+    ("prompt", "drafter", "message"),
+    [
+        ("ab" * 100, "suffix", "p.jsonl:1: prompt=200 tokens; expected fewer than the context of 128"),
+        ("ab", "no/where", "drafter=no/where; expected a local folder or a Hub id"),
+        ("ab", "hybrid:drafter=no/where", "drafter=no/where; expected a local folder or a Hub id"),
+    ],
+)
+def test_prompts_and_drafters_are_refused_before_weights_are_read(
+    command: str,
+    prompt: str,
+    drafter: str,
     message: str,
     tmp_path: Path,
     tiny_target_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
+    refused: Refused,
 ) -> None:
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    file = tmp_path / "p.jsonl"
+    file.write_text(json.dumps({"prompt": prompt}) + "\n")
+    assert message in refused(command, "--target", tiny_target_folder, "--drafter", drafter, "--prompts", file)
+
+
+@pytest.mark.parametrize("command", ["eval", "check", "forecast"])
+def test_pairs_have_to_fit(command: str, tmp_path: Path, tiny_target_folder: Path, refused: Refused) -> None:
+    """Prompts the context of every drafter, and vocabularies each other."""
     file = tmp_path / "prompts.jsonl"
-    file.write_text(json.dumps({"prompt": "ab"}) + "\n")
-    assert message in _refused(
-        capsys, "eval", "--target", tiny_target_folder, "--prompts", file, "--out", tmp_path / "out", *options
-    )
+    file.write_text(json.dumps({"prompt": "ab" * 10}) + "\n")
+    for options, message in (
+        ({"max_position_embeddings": 16}, "prompt=20 tokens; expected fewer than the context of 16"),
+        ({"vocab_size": 60}, "has a vocabulary of 60; expected the target's 64"),
+    ):
+        make_llama(**options).save_pretrained(tmp_path / "draft")
+        call = (command, "--target", tiny_target_folder, "--drafter", tmp_path / "draft", "--prompts", file)
+        assert message in refused(*call)
 
 
 def test_every_policy_has_to_suit_the_target(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -88,19 +123,6 @@ def test_every_policy_has_to_suit_the_target(tmp_path: Path, tiny_tokenizer: Pre
     with pytest.raises(ConfigError, match=r"policy=best-first.* takes no position_ids"):
         load_session(settings, None)
     assert load_session(replace(settings, policies=policies[:1]), None).drafters
-
-
-@pytest.mark.parametrize("command", ["eval", "check", "forecast"])
-def test_prompts_have_to_fit_every_drafter(
-    command: str, tmp_path: Path, tiny_target_folder: Path, reads: list[str], capsys: pytest.CaptureFixture
-) -> None:
-    file, short, out = tmp_path / "prompts.jsonl", tmp_path / "short", tmp_path / "out"
-    file.write_text(json.dumps({"prompt": "ab" * 10}) + "\n")
-    make_llama(max_position_embeddings=16).save_pretrained(short)
-    call = (command, "--target", tiny_target_folder, "--drafter", short, "--prompts", file, "--out", out)
-    assert "prompt=20 tokens; expected fewer than the context of 16" in _refused(capsys, *call)
-    assert reads == [str(file)]
-    assert not out.exists()
 
 
 @pytest.mark.parametrize(

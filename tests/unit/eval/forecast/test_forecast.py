@@ -274,27 +274,6 @@ def test_tables_reach_as_deep_as_the_deepest_policy(target: LlamaForCausalLM) ->
     assert not predicted.refused
 
 
-def test_hardware_is_timed_with_the_cuts_of_the_forecast(
-    target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Cuts take time: the rounds that are timed apply those that the forecast applies."""
-    applied: list[Sampling] = []
-
-    class Recording(Processors):
-        def __init__(self, sampling: Sampling, *rest: object, **more: object) -> None:
-            super().__init__(sampling, *rest, **more)
-            applied.append(sampling)
-
-    monkeypatch.setattr("draftsmith.eval.forecast.hardware.Processors", Recording)
-    monkeypatch.setattr("draftsmith.eval.forecast.hardware.LENGTHS", (1,))
-    monkeypatch.setattr("draftsmith.eval.forecast.hardware.TURNS", 2)
-    monkeypatch.setattr("draftsmith.eval.forecast.hardware.measure_costs", lambda *_, **__: Costs({1: 1.0}, {1: 0.1}))
-    settings = ForecastSettings("t", {"d": "x"}, "p", temperatures=(0.7,), top_k=5, top_p=0.9, max_new_tokens=8)
-    forecast(target, {"d": EarlyExit(target, layers=2)}, PROMPTS, settings)
-    assert applied
-    assert set(applied) == {Sampling(0.7, 5, 0.9)}
-
-
 @pytest.mark.parametrize(("tokens", "fits"), [(118, True), (119, False), (126, False)])
 def test_texts_without_room_for_a_round_are_not_timed(
     tokens: int, fits: bool, target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch

@@ -13,12 +13,12 @@ from draftsmith.decode.costs import Costs
 from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.policies import BestFirst
-from draftsmith.decode.profiling import measure_costs, parts
+from draftsmith.decode.profiling import measure_costs
 from draftsmith.decode.sampling import Sampling
-from draftsmith.eval.forecast.forecast import ForecastSettings, candidates, forecast, predict
-from draftsmith.eval.forecast.hardware import LENGTHS, ReadOnce, TimedVariant, _Fixed, costs_parts, pass_costs
+from draftsmith.eval.forecast.forecast import ForecastSettings, forecast
+from draftsmith.eval.forecast.hardware import LENGTHS, ReadOnce, TimedVariant, _Fixed
 from draftsmith.eval.forecast.profile import CostModel, DrafterSeconds
-from draftsmith.eval.teacher_forced import TargetText, sample_texts
+from draftsmith.eval.teacher_forced import TargetText
 from draftsmith.heads import HEADS, DraftModel
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import EarlyExit
@@ -154,32 +154,6 @@ def test_rounds_after_prompts_that_were_read_before_are_the_same(
             for one, other in zip(after, alone, strict=True):
                 assert one.overlap == pytest.approx(other.overlap, abs=1e-5)
     shared.end()
-
-
-def test_progress_adds_up() -> None:
-    """To the totals that the bars are given, whatever ends early or is refused."""
-    target, told = make_llama(3, num_hidden_layers=4), []
-    target.generation_config.eos_token_id = list(range(0, 64, 5))
-    texts = sample_texts(target, PROMPTS, Sampling(1.0), max_new_tokens=30, done=told.append)
-    assert sum(told) == 30 * len(PROMPTS)
-    assert min(len(text.tokens) - text.prompt_length for text in texts) < 30
-    calls = []
-    drafters: dict[str, Drafter] = {
-        "model": DraftModel(make_llama(1)),
-        "head": HEADS["medusa"].from_target(target, num_heads=2).eval(),
-        "copies": PromptLookup(),
-    }
-    pass_costs(target, drafters, done=lambda: calls.append(1))
-    assert len(calls) == costs_parts(drafters)
-    calls.clear()
-    measure_costs(target, drafters["head"], done=lambda: calls.append(1))
-    assert len(calls) == parts(drafters["head"])
-    settings = ForecastSettings("t", {}, "p", max_draft_length=2, policies=("best-first:size=3,depth=2", "adaptive"))
-    texts = [text for text in texts if text.anchors > 0]
-    for drafter in drafters.values():
-        told.clear()
-        predict(target, drafter, texts, settings, Sampling(0.0), told.append)
-        assert sum(told) == pytest.approx(len(texts) * (1 + len(candidates(drafter, settings))))
 
 
 @pytest.mark.parametrize("own", [True, False])

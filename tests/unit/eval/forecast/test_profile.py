@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_llama
-from torch import nn
 
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.sampling import Sampling
@@ -12,7 +11,7 @@ from draftsmith.decode.sequence import Round
 from draftsmith.eval.forecast import hardware
 from draftsmith.eval.forecast.expected_rounds import ExpectedRounds
 from draftsmith.eval.forecast.hardware import ALONE as TARGET_ALONE
-from draftsmith.eval.forecast.hardware import LENGTHS, _means, _profile
+from draftsmith.eval.forecast.hardware import LENGTHS, profile_of
 from draftsmith.eval.forecast.profile import CostModel, DrafterSeconds, numbers, timing_errors
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import Drafter
@@ -111,22 +110,9 @@ def test_a_shared_processor_slows_short_and_long_passes_by_the_same_share() -> N
     """Taken away for 4 ms in every 4 ms of work: short passes are slow now and then, long ones always."""
     timed = {TARGET_ALONE: taken([1, 1, 1, 5, 1, 1, 1, 5]), **{("", n): [] for n in LENGTHS}}
     timed["", 8] = taken([8, 8], drafted=8)
-    found = _profile(_means({1: timed}, {}))
+    found = profile_of({1: timed}, {})
     assert found.alone[1] == 0.002, "1 ms alone; its median would say 1 ms"
     assert found.verify[1] == {1: 0.002, 9: 0.008}, "4 ms alone"
-
-
-def test_a_pause_counts_in_the_turn_that_it_hits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is likeliest to hit what is timed most often, which medians of the turns would make the slowest."""
-    quiet = {TARGET_ALONE: taken([1, 1, 1, 1]), **{("", n): taken([1], n) for n in LENGTHS}}
-    paused = quiet | {TARGET_ALONE: taken([1, 1, 1, 7])}, quiet | {("", 1): taken([7], 1)}
-    monkeypatch.setattr(hardware, "_timed", lambda *_: [*paused, *[quiet] * (hardware.TURNS - 2)])
-    monkeypatch.setattr(hardware, "measure_costs", lambda *_, **__: Costs({1: 1.0}, {1: 0.1}))
-    costs = hardware.pass_costs(nn.Identity(), {})
-    found = hardware.measure_hardware(nn.Identity(), {}, [], costs, draft_length=1, sampling=Sampling(0.0))
-    assert np.isclose(found.alone[1], (4 * hardware.TURNS + 6) / (4 * hardware.TURNS) / 1000)
-    assert np.isclose(found.verify[1][2], (hardware.TURNS + 6) / hardware.TURNS / 1000)
-    assert [repeat.alone[1] for repeat in found.repeats] == [0.0025, *[0.001] * (hardware.TURNS - 1)]
 
 
 def test_a_network_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,28 +158,12 @@ def test_a_network_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(repeat.drafters.keys() == found.drafters.keys() for repeat in found.repeats)
 
 
-def test_each_turn_times_all_arms_on_other_texts() -> None:
-    seen: dict[int, list[str]] = {}
-
-    class Recording(hardware.TimedVariant):
-        def rounds(self, texts: list[str], sampling: Sampling, seed: int, target: object) -> list[Round]:
-            seen.setdefault(seed, []).append("".join(texts))
-            return []
-
-    target = make_llama()
-    arms = {TARGET_ALONE: Recording(target), ("", 1): Recording(target)}
-    hardware._timed(arms, ["a", "b", "c"], 2, Sampling(0.0), lambda: None)
-    assert {turn: set(texts) for turn, texts in seen.items()} == {
-        turn: {("ab", "ca", "bc")[turn % 3]} for turn in range(hardware.TURNS + 1)
-    }
-
-
 def test_every_timed_draft_length_costs_its_own_mean() -> None:
     """The passes of a drafter's rounds are dearer by a millisecond a token, and so is what comes after them."""
     timed = {TARGET_ALONE: taken([10, 10]), **{("", n): taken([10 + n], n) for n in LENGTHS}}
     timed |= {("d", n): taken([10 + 2 * n - 1, 10 + 2 * n + 1], n, drafting=3 * n, after=n) for n in (1, 2, 4)}
     timed["free", 2] = taken([11], 2)
-    found = _profile(_means({1: timed}, {"d": "d", "same": "d", "free": "free"}))
+    found = profile_of({1: timed}, {"d": "d", "same": "d", "free": "free"})
     for length in (1, 2, 3, 4):
         for name in ("d", "same"):
             assert np.isclose(found.round_seconds(name, length, length, 1), (10 + 6 * length) / 1000)
@@ -207,7 +177,7 @@ def test_rounds_of_a_tree_cost_their_own_mean() -> None:
     timed |= {("d", n): taken([10 + n], n, drafting=3 * n) for n in (1, 2, 4)}
     trees = [Round(nodes, 2, 0, 1, (), 0.0, 0.0, (10 + nodes + 6 + 5) / 1000) for nodes in (6, 8)]
     timed["d", "tree"] = trees
-    found = _profile(_means({1: timed}, {"d": "d"}))
+    found = profile_of({1: timed}, {"d": "d"})
     assert np.isclose(found.round_seconds("d", 8, 2, 1, "tree"), (18 + 6 + 5) / 1000)
     assert np.isclose(found.round_seconds("d", 8, 2, 1), (18 + 6) / 1000)
     assert np.isclose(found.round_seconds("d", 8, 0, 1, "tree"), 18 / 1000), "a copied draft is no tree"
