@@ -8,6 +8,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from markdown_it import MarkdownIt
@@ -62,6 +63,10 @@ SAMPLE = {
     "cut": True,
     "rounds": [[["a", "target"]], [["b\n", "accepted"], [NASTY, "corrected"]], [["\tc\x00", "bonus"]]],
 }
+
+
+GRIDS = {key: [[1.0]] for key in ("tokens", "rounds", "seconds", "overlap", "overlaps")}
+SERIES = {"drafter": "d", "policy": "p", "temperature": 0.0, "batch_size": 1, "units": [["a"]], **GRIDS}
 
 
 def test_html_stands_by_itself_and_shows_text_as_text(tmp_path: Path) -> None:
@@ -147,11 +152,7 @@ def test_positions_that_few_rounds_tested_are_in_the_file_alone(tmp_path: Path) 
     assert read_evaluation(tmp_path)["rows"][0]["tested_at"] == [90, 10, 9, 12]
     (plot,) = (plot for plot in evaluation_plots(rows) if plot.name == "acceptance")
     assert list(plot.figure.axes[0].lines[0].get_ydata()) == [0.8, 0.7]
-
-
-def test_draft_positions_are_plotted_from_one() -> None:
-    (plot,) = (plot for plot in evaluation_plots([row(acceptance_at=[0.5] * 32)]) if plot.name == "acceptance")
-    assert 0 < plot.figure.axes[0].get_xlim()[0] <= 1
+    assert 0 < plot.figure.axes[0].get_xlim()[0] <= 1, "there is no position 0"
 
 
 def test_each_axis_of_the_measurement_has_its_plot() -> None:
@@ -216,41 +217,38 @@ def test_invisible_characters_are_shown() -> None:
     assert visible(" a\n\tb\x1b") == [("", " a"), ("⏎", "\n"), ("→", "\t"), ("", "b"), ("\\u001b", "")]
 
 
-@pytest.mark.parametrize("schema", [1, 3, None])
-def test_other_schemas_are_refused(tmp_path: Path, schema: int | None) -> None:
-    (tmp_path / "eval.json").write_text(json.dumps({**evaluation().as_json(), "schema": schema}))
-    with pytest.raises(ConfigError, match=rf"eval\.json: schema={schema}; expected 2"):
-        read_evaluation(tmp_path / "eval.json")
-
-
-def test_what_is_no_evaluation_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"expected an eval\.json or the folder of one, and there is none"):
-        read_evaluation(tmp_path)
-    (tmp_path / "eval.json").write_text("{")
-    with pytest.raises(ConfigError, match="is not JSON"):
-        read_evaluation(tmp_path)
-    (tmp_path / "eval.json").write_text("[]")
-    with pytest.raises(ConfigError, match="schema=None; expected 2"):
-        read_evaluation(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("keys", "value", "said"),
-    [
-        (("rows", 0, "alpha"), "x", r"rows\.0\.alpha='x'"),
-        (("rows", 0), None, r"rows\.0=None"),
-        (("settings", "drafters"), [], r"settings\.drafters=\[\]"),
-        (("identity",), 3, r"identity=3"),
-        (("notes",), [{}], r"notes\.0=\{\}"),
-    ],
-)
-def test_evaluations_of_another_shape_are_refused(keys: tuple, value: object, said: str, tmp_path: Path) -> None:
+def _changed(*keys: Any, to: object) -> str:
+    """The content of an `eval.json` with another value in one place."""
     whole = place = json.loads(json.dumps(evaluation().as_json(), default=str))
     for key in keys[:-1]:
         place = place[key]
-    place[keys[-1]] = value
-    (tmp_path / "eval.json").write_text(json.dumps(whole))
-    with pytest.raises(ConfigError, match=rf"eval\.json: {said} .*expected what `draftsmith eval` wrote"):
+    place[keys[-1]] = to
+    return json.dumps(whole)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"expected an eval\.json or the folder of one, and there is none"),
+        ("{", "is not JSON"),
+        ("[]", "schema=None; expected 2"),
+        (_changed("schema", to=1), r"eval\.json: schema=1; expected 2"),
+        (
+            _changed("rows", 0, "alpha", to="x"),
+            r"eval\.json: rows\.0\.alpha='x' .*expected what `draftsmith eval`",
+        ),
+        (_changed("rows", 0, to=None), r"rows\.0=None"),
+        (_changed("settings", "drafters", to=[]), r"settings\.drafters=\[\]"),
+        (_changed("identity", to=3), "identity=3"),
+        (_changed("notes", to=[{}]), r"notes\.0=\{\}"),
+        (_changed("measurements", to=[{**SERIES, "tokens": [[1.0], [1.0]]}]), "as many rows as units"),
+        (_changed("measurements", to=[SERIES | {"seconds": [[float("inf")]]}]), "seconds.0.0=inf"),
+    ],
+)
+def test_what_is_no_evaluation_is_refused(text: str | None, message: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "eval.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
         read_evaluation(tmp_path)
 
 
