@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from draftsmith import SpeculativeDecoder, load_drafter
+from draftsmith import SpeculativeDecoder, load_drafter, metrics
 from draftsmith.distill.load_target import LoadedTarget, load_target
 from draftsmith.eval.prompts import load_prompts
 from draftsmith.heads import HEADS, Drafter
@@ -109,19 +109,19 @@ def measured(drafters: dict[tuple[str, int], Drafter], target: LoadedTarget, opt
             output = arms[arm].generate(prompts[number].input_ids, seed=10_007 * repeat + number, **settings)
             if temperature == 0 and texts.setdefault((temperature, number), output.tokens) != output.tokens:
                 raise AssertionError(f"{arm}: the greedy text of prompt {number} differs from the target's")
-            overlaps = [value for record in output.rounds for value in record.overlap]
-            found = (output.decode_tokens, len(output.rounds), output.decode_seconds, sum(overlaps), len(overlaps))
+            drafted = sum(output.overlaps), len(output.overlaps)
+            found = (output.decode_tokens, len(output.rounds), output.decode_seconds, *drafted)
             row = sums[(*arm, temperature)][number]
             row[:] = [a + b for a, b in zip(row, found, strict=True)]
     return sums
 
 
 def tau(rows: list[list[float]], _: list[list[float]]) -> float:
-    return sum(row[0] for row in rows) / max(1, sum(row[1] for row in rows))
+    return metrics.tau([row[0] for row in rows], [row[1] for row in rows])
 
 
 def alpha(rows: list[list[float]], _: list[list[float]]) -> float:
-    return sum(row[3] for row in rows) / max(1, sum(row[4] for row in rows))
+    return metrics.alpha([row[3] for row in rows], [row[4] for row in rows])
 
 
 def speedup(rows: list[list[float]], alone: list[list[float]]) -> float:

@@ -52,6 +52,7 @@ from draftsmith.eval.teacher_forced import (
     target_text,
 )
 from draftsmith.heads.base import Drafter
+from draftsmith.metrics import tau
 from draftsmith.storage import write_json
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.run_folder import DRAFTER
@@ -157,8 +158,8 @@ def predicted(
     return found, summary(tables) if tables and statistics else None
 
 
-def tau(per_text: list[ExpectedRounds]) -> float:
-    return sum(text.tokens for text in per_text) / sum(text.rounds for text in per_text)
+def tau_of(per_text: list[ExpectedRounds]) -> float:
+    return tau([text.tokens for text in per_text], [text.rounds for text in per_text])
 
 
 @cache
@@ -192,9 +193,9 @@ def acceptance_cell(
         rows.append(
             {
                 "policy": str(policy),
-                "tau": sum(out.decode_tokens for out in outs) / sum(len(out.rounds) for out in outs),
-                "tau_forecast": tau(found[str(policy)]),
-                "tau_forecast_of_same_texts": tau(again[str(policy)]),
+                "tau": tau([out.decode_tokens for out in outs], [len(out.rounds) for out in outs]),
+                "tau_forecast": tau_of(found[str(policy)]),
+                "tau_forecast_of_same_texts": tau_of(again[str(policy)]),
                 "noise": _noise([out.decode_tokens / len(out.rounds) for out in outs]),
             }
         )

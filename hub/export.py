@@ -193,7 +193,7 @@ class ImportRequest:
     revision: str | None = None
     trust_remote_code: bool = False
     self_test: bool = True
-    """Compare the drafter with the target, see `eval.conventions`."""
+    """Compare the drafter with the target, see `hub.conventions`."""
 
 
 @dataclass(frozen=True)
