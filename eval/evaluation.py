@@ -16,7 +16,7 @@ from draftsmith.eval.guards import dtype_of, guards, notes
 from draftsmith.eval.harness import Run
 from draftsmith.eval.journal import ACCEPTED, BONUS, CORRECTION, JOURNAL, KEPT, OWN, Cell, Journal, Place, TextRecord
 from draftsmith.eval.prompts import OVERALL, Prompt, PromptRows
-from draftsmith.eval.report import check_report_folder, summary_table, write_report
+from draftsmith.eval.report import check_report_folder, summary_table, verdict, write_report
 from draftsmith.eval.results import Evaluation, Row, Sample, row_of, series_of
 from draftsmith.eval.settings import BASELINE, Settings, Variant, load_session, require_valid
 from draftsmith.heads.base import Drafter
@@ -248,6 +248,7 @@ def show(evaluation: Evaluation, out: Path) -> None:
     """Print the table, the guards, the notes and the place of the report."""
     console = Terminal(width=None if Terminal().is_terminal else 110)
     console.print(summary_table(evaluation))
+    console.print(verdict(evaluation.rows), markup=False)
     for guard in evaluation.guards:
         console.print(f"WRONG ({guard['guard']}): {guard['message']}", style="bold red")
     for note in evaluation.notes:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 from rich.table import Table
 
 from draftsmith.errors import ConfigError
@@ -120,16 +121,53 @@ def visible(piece: str) -> list[tuple[str, str]]:
     return parts
 
 
-def headline(rows: list[Row]) -> str:
-    """Return the fastest result in one sentence."""
-    overall = [row for row in rows if row["category"] == OVERALL]
-    best = max(overall, key=lambda row: row["speedup"])
-    return (
-        f"Fastest: {best['drafter']} ({best['policy']}) at T={best['temperature']:g} makes the target "
-        f"{best['speedup']:.2f} times as fast "
-        f"({best['baseline_tokens_per_second']:.0f} to {best['tokens_per_second']:.0f} tokens/s) and commits "
-        f"{best['tau']:.2f} tokens per target forward pass."
+def verdict(rows: list[Row]) -> str:
+    """Return whether a drafter is faster than the target alone, and if none is, the cause of the best one."""
+    best = max((row for row in rows if row["category"] == OVERALL), key=lambda row: row["speedup"])
+    batch = f", batch {best['batch_size']}" if best["batch_size"] > 1 else ""
+    name = f"{best['drafter']} ({best['policy']}) at T={best['temperature']:g}{batch}"
+    speeds = f"{best['baseline_tokens_per_second']:.0f} to {best['tokens_per_second']:.0f} tokens/s"
+    low = best["speedup"] if best["speedup_interval"] is None else best["speedup_interval"][0]
+    if low > 1:
+        return (
+            f"Fastest: {name} makes the target {best['speedup']:.2f} times as fast ({speeds}) and commits "
+            f"{best['tau']:.2f} tokens per target forward pass."
+        )
+    measurably = " measurably" * (best["speedup"] > 1)
+    return f"No drafter is{measurably} faster than the target alone: {name} is {best['speedup']:.2f}x. {cause(best)}"
+
+
+FEW_ACCEPTED, SLOW_PASS = 1.3, 1.5
+"""Tau below which few draft tokens are accepted; passes of one token beyond which verifying a draft is slow."""
+
+
+def cause(row: Row) -> str:
+    """Return what a round of the drafter costs, in passes of the target alone, and what would change it."""
+    if not row["tau"] or not row["speedup"]:
+        return "Nothing was decoded after the first token."
+    passes = row["tau"] / row["speedup"]
+    draft, verify = row["draft_share"] * passes, row["verify_share"] * passes
+    costs = (
+        f"A round commits {row['tau']:.2f} tokens and takes as long as {passes:.2f} passes of the target alone: "
+        f"{draft:.2f} to draft, {verify:.2f} to verify, {passes - draft - verify:.2f} for the rest."
     )
+    if row["tau"] < FEW_ACCEPTED:
+        return f"{costs} Few draft tokens are accepted (alpha {row['alpha']:.2f})."
+    shorter = _shorter(row, draft, passes)
+    if draft > verify:
+        return f"{costs} Drafting takes {row['draft_share']:.0%} of a round.{shorter}"
+    return f"{costs} Verifying a draft is slow on this machine.{shorter}" if verify > SLOW_PASS else costs + shorter
+
+
+def _shorter(row: Row, draft: float, passes: float) -> str:
+    """Return the shorter chain that would be faster, if drafting takes as long for each token; empty without one."""
+    length, accepted = row["draft_length"] or 1, row["acceptance_at"]
+    taus = 1 + np.cumsum(np.cumprod(accepted[: length - 1]))
+    speedups = {gamma: tau / (passes - draft * (1 - gamma / length)) for gamma, tau in enumerate(taus.tolist(), 1)}
+    best = max(speedups, key=speedups.__getitem__, default=length)
+    if best == length or speedups[best] < 1.02 * row["speedup"]:
+        return ""
+    return f" A chain of γ={best} would be about {speedups[best]:.2f}x."
 
 
 def _values(evaluation: Evaluation) -> dict[str, Any]:
@@ -144,7 +182,7 @@ def _values(evaluation: Evaluation) -> dict[str, Any]:
     accepted = [often_tested(row) for row in overall]
     deepest = max(map(len, accepted))
     return {
-        "headline": headline(evaluation.rows),
+        "verdict": verdict(evaluation.rows),
         "overall": overall,
         "accepted": list(zip(overall, accepted, strict=True)),
         "by_category": [row for row in evaluation.rows if row["category"] != OVERALL],

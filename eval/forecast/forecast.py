@@ -6,7 +6,7 @@ seconds by width and batch (hardware.py) ──▶ E[tokens] / E[seconds] relati
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from transformers import PreTrainedModel
 
@@ -72,6 +72,8 @@ class BestPolicy(TypedDict):
     speedup: float
     speedup_interval: list[float]
     tau: float
+    why: NotRequired[str]
+    """Where it is the target alone: what a round of the nearest drafter costs."""
 
 
 class DrafterDiagnostics(Diagnostics):
@@ -312,11 +314,18 @@ def best_of(rows: Sequence[ForecastRow], temperature: float, batch: int) -> Best
         "speedup_interval": [1.0, 1.0],
         "tau": 1.0,
     }
-    for row in rows:
-        speed = next(entry for entry in row["speed"] if entry["batch_size"] == batch)
+    here = [(row, entry) for row in rows for entry in row["speed"] if entry["batch_size"] == batch]
+    for row, speed in here:
         if speed["speedup"] > best["speedup"]:
             best["drafter"], best["policy"], best["tau"] = row["drafter"], row["policy"], row["tau"]
             best["speedup"], best["speedup_interval"] = speed["speedup"], speed["speedup_interval"]
+    if best["drafter"] is None and here:
+        row, speed = max(here, key=lambda entry: entry[1]["speedup"])
+        passes = row["tau"] / speed["speedup"]
+        best["why"] = (
+            f"{row['drafter']} with {row['policy']} is the nearest, {speed['speedup']:.2f}x: a round commits "
+            f"{row['tau']:.2f} tokens and takes as long as {passes:.2f} passes of the target alone"
+        )
     return best
 
 

@@ -210,7 +210,8 @@ def best_line(best: BestPolicy) -> str:
     """Return the best drafter and policy of one condition in a sentence."""
     where = f"best at T={best['temperature']:g}, batch size {best['batch_size']}:"
     if best["drafter"] is None:
-        return f"{where} the target alone; no drafter is forecast to be faster"
+        why = f": {best['why']}" if "why" in best else ""
+        return f"{where} the target alone; no drafter is forecast to be faster{why}"
     low, high = best["speedup_interval"]
     policy = "" if best["policy"] == PLAIN else f" with {best['policy']}"
     return f"{where} {best['drafter']}{policy}, {best['speedup']:.2f}x ({low:.2f} to {high:.2f}), tau {best['tau']:.2f}"

@@ -16,7 +16,7 @@ from unit.eval.made import evaluation, row
 
 from draftsmith.errors import ConfigError
 from draftsmith.eval.plots import evaluation_plots, training_plots
-from draftsmith.eval.report import visible, write_report
+from draftsmith.eval.report import verdict, visible, write_report
 from draftsmith.eval.results import read_evaluation
 from draftsmith.safe_text import markdown
 
@@ -97,6 +97,41 @@ def test_html_stands_by_itself_and_shows_text_as_text(tmp_path: Path) -> None:
         assert "Something is wrong" in report
         assert "(LOSSY)" in report
         assert "[1.40, 1.60]" in report
+
+
+SLOW = {"speedup": 0.8, "speedup_interval": [0.7, 0.9]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "Fastest: d (chain:draft_length=2) at T=0 makes the target 1.50 times as fast (100 to 150 tokens/s)"),
+        ({"speedup_interval": None}, "Fastest: d "),
+        (
+            {"speedup": 1.1, "speedup_interval": [0.9, 1.3], "verify_share": 0.5},
+            "No drafter is measurably faster than the target alone: d (chain:draft_length=2) at T=0 is 1.10x. A round "
+            "commits 2.40 tokens and takes as long as 2.18 passes of the target alone: 0.65 to draft, 1.09 to verify, ",
+        ),
+        (
+            SLOW,
+            "3.00 passes of the target alone: 0.90 to draft, 1.80 to verify, 0.30 for the rest. Verifying a draft is",
+        ),
+        (
+            SLOW | {"draft_share": 0.8, "verify_share": 0.1},
+            "Drafting takes 80% of a round. A chain of γ=1 would be about 1.00x.",
+        ),
+        (SLOW | {"tau": 1.1, "alpha": 0.06}, "Few draft tokens are accepted (alpha 0.06)."),
+        (SLOW | {"batch_size": 4}, "at T=0, batch 4 is 0.80x."),
+        (SLOW | {"tau": 0.0, "speedup": 0.0}, "Nothing was decoded after the first token."),
+    ],
+)
+def test_the_verdict_says_whether_it_pays_and_why_not(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    """γ=1 of the drafter that takes 2.4 of 3 passes to draft two tokens: 1.8 tokens in 0.6 + 2.4 / 2 passes."""
+    rows = [row(**changes), row(category="qa", speedup=9.0)]
+    assert said in verdict(rows)
+    if not changes:
+        write_report(evaluation(rows), tmp_path, title="t")
+        assert said in Page((tmp_path / "report.html").read_text()).text
 
 
 def test_names_and_texts_are_no_markdown(tmp_path: Path) -> None:
