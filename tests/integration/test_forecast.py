@@ -134,7 +134,7 @@ def test_a_profile_decides_what_is_best(
     expected = f"next: draftsmith eval --target {tiny_target_folder} --drafter {tiny_target_folder} --prompts {prompts}"
     assert printed.splitlines()[-1] == f"{expected} {chosen}"
     shown = " ".join(printed.split())
-    nearest = "self with chain:draft_length=1 is the nearest, 0.64x: a round commits 2.00 tokens and takes as long as"
+    nearest = "self with chain:draft_length=1 is the nearest, 0.65x: a round commits 2.00 tokens and takes as long as"
     assert f"batch size 8: the target alone; no drafter is forecast to be faster: {nearest} 3.10 passes" in shown
     assert "verification, relative to one target forward pass at T=0, batch size 1: 9 tokens 1.00" in shown
     assert "verification, relative to one target forward pass at T=0, batch size 8: 9 tokens 17.00" in shown
