@@ -16,7 +16,7 @@ from draftsmith.decode.draws import Draws
 from draftsmith.decode.sampling import Processors, index_at, precise
 from draftsmith.heads.base import DraftedChain, Drafter, Level, WantedChain
 from draftsmith.heads.draft_tree import ROOT, BatchDrawing, DraftBatch, chain_parents, path_to, stacked
-from draftsmith.heads.rows import Counts
+from draftsmith.heads.rows import Counts, constant
 
 # Shapes: B texts, n nodes of a level, D tokens on a path, V vocabulary.
 
@@ -188,8 +188,8 @@ class FixedDrafts:
         if self._shape.is_chain:
             return Level(self._tokens[-1][:, None], None, level + 1)
         tokens_Bn = torch.stack([self._tokens[node] for node in nodes], 1)
-        parents = torch.tensor([before.index(self._parents[node]) for node in nodes], device=tokens_Bn.device)
-        return Level(tokens_Bn, parents.expand_as(tokens_Bn), level + 1)
+        parents_n = constant(tuple(before.index(self._parents[node]) for node in nodes), tokens_Bn.device)
+        return Level(tokens_Bn, parents_n.expand_as(tokens_Bn), level + 1)
 
     def _scores(self, logits_BnV: Tensor, nodes: list[int]) -> Tensor:
         """Return the processed logits over the target's vocabulary."""
@@ -241,10 +241,10 @@ def contexts_of(
     rows = [row for row, of_text in enumerate(paths) for _ in of_text]
     paths_nD = None
     if max(depths) > 0:
-        wide = [list(path) + [0] * (max(depths) - len(path)) for of_text in paths for path in of_text]
+        wide = tuple((*path, *[0] * (max(depths) - len(path))) for of_text in paths for path in of_text)
         tokens_BN = torch.stack(list(tokens), 1)
-        index_nD = torch.tensor(wide, device=tokens_BN.device)
-        paths_nD = tokens_BN[torch.tensor(rows, device=tokens_BN.device)[:, None], index_nD]
+        rows_n = constant(tuple(rows), tokens_BN.device)
+        paths_nD = tokens_BN[rows_n[:, None], constant(wide, tokens_BN.device)]
     return committed.with_paths(rows, paths_nD, depths, [numbers[row] for row in rows])
 
 

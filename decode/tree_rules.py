@@ -6,6 +6,7 @@ from torch import Tensor
 from draftsmith.decode.draws import Draws
 from draftsmith.decode.verification_rules import Decided, Outcome, along, paths, ratio, residual
 from draftsmith.heads.draft_tree import ROOT, DraftBatch, DrawnBatch, children_of, depths_of
+from draftsmith.heads.rows import constant
 
 # Shapes: B texts, P places, D levels of the draft, V vocabulary.
 
@@ -49,7 +50,7 @@ def siblings_rule(p_BPV: Tensor, draft: DrawnBatch, draws: Draws) -> Outcome:
         overlap.append(tested_B)
     path_BD = torch.stack(path, 1)
     last_B = path_BD.amax(1)  # parents come before their children
-    leaf_P = torch.tensor([not below for below in children], device=p_BPV.device)
+    leaf_P = constant(tuple(not below for below in children), p_BPV.device)
     end_BV = torch.where(leaf_P[last_B + 1][:, None], p_BPV[rows_B, last_B + 1], end_BV)
     return Decided(path_BD, draws.next(end_BV), torch.stack(overlap, 1))
 

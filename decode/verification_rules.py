@@ -22,6 +22,7 @@ from torch import Tensor
 
 from draftsmith.decode.draws import NOT_DRAWN, Draws
 from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, DrawnBatch, depths_of, path_to
+from draftsmith.heads.rows import constant
 
 # Shapes: B texts, N draft nodes, P = N + 1 places, D levels of the draft, V vocabulary.
 
@@ -269,7 +270,7 @@ def paths(draft: DraftBatch, leaf_B: Tensor) -> Tensor:
     """Return the nodes [B, D] on the path to each leaf, which may be `ROOT`, then -1."""
     depth = max(depths_of(draft.parents))
     paths = [path_to(draft.parents, node) for node in range(ROOT, len(draft))]
-    table = torch.tensor([path + [ROOT] * (depth - len(path)) for path in paths], device=leaf_B.device)
+    table = constant(tuple((*path, *[ROOT] * (depth - len(path))) for path in paths), leaf_B.device)
     return table[leaf_B + 1]
 
 
@@ -301,11 +302,10 @@ def typical_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
     passes_BN = _of_tokens(p_BPV, draft.tokens_BN, place_BN) > threshold_BP.gather(1, place_BN)
     if draft.valid_BN is not None:
         passes_BN = passes_BN & draft.valid_BN
-    on_path_NN = torch.zeros(N, N, dtype=torch.bool)
-    for node in range(N):
-        on_path_NN[node, path_to(draft.parents, node)] = True
-    reached_BN = (passes_BN[:, None] | ~on_path_NN.to(device)).all(-1)
-    depth_BN = torch.tensor(depths_of(draft.parents), device=device) * reached_BN
+    on_paths = [path_to(draft.parents, node) for node in range(N)]
+    on_path_NN = constant(tuple(tuple(node in path for node in range(N)) for path in on_paths), device)
+    reached_BN = (passes_BN[:, None] | ~on_path_NN).all(-1)
+    depth_BN = constant(tuple(depths_of(draft.parents)), device) * reached_BN
     leaf_B = torch.where(reached_BN.any(1), depth_BN.argmax(1), ROOT)
     path_BD = paths(draft, leaf_B)
     next_B = draws.next(p_BPV[torch.arange(B, device=device), leaf_B + 1])

@@ -14,6 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from draftsmith.heads.rows import constant
+
 # Shapes: N draft tokens, V vocabulary, B texts.
 
 ROOT = -1
@@ -312,13 +314,13 @@ class DraftBatch:
         """Return the place [1, N] or [B, N] of each node's parent: 0 for `ROOT`, i + 1 for node i."""
         if self._places_BN is not None:
             return self._places_BN
-        return torch.tensor([[parent + 1 for parent in self.parents]], device=self.tokens_BN.device)
+        return constant((tuple(parent + 1 for parent in self.parents),), self.tokens_BN.device)
 
     def depths(self) -> Tensor:
         """Return the depth [1, N + 1] or [B, N + 1] of each place."""
         if self._depths_BP is not None:
             return self._depths_BP
-        return torch.tensor([[0, *depths_of(self.parents)]], device=self.tokens_BN.device)
+        return constant(((0, *depths_of(self.parents)),), self.tokens_BN.device)
 
     def number(self, node: int) -> int | Tensor:
         """Return the number of a node in the draft of all texts, or of each text [B]."""

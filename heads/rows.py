@@ -6,7 +6,7 @@ there, and arithmetic of `Counts` stays on the device.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -19,6 +19,16 @@ def upload(values: Tensor | Sequence[Sequence[int]], device: torch.device) -> Te
     """Return a tensor of the host, or rows of equal length as [B, W], on the device, without waiting for it."""
     host = values if isinstance(values, Tensor) else torch.tensor(values)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
+@lru_cache(maxsize=4096)
+def constant(numbers: tuple[Any, ...], device: torch.device) -> Tensor:
+    """Return numbers, or rows of them, as a tensor on the device that later rounds use again.
+
+    For what follows from the shape of drafts alone.
+    """
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, device=device)
 
 
 def rows_of(values_BX: Tensor, rows: Sequence[int]) -> Tensor:

@@ -231,12 +231,10 @@ class RollbackCache(Cache):
     def keep(self, slots: Rows) -> None:
         """Commit for each row the tokens in these slots, in order; slots are counted from the end of its tokens."""
         if not slots.rise_from_0:
-            step_k = torch.arange(slots.width, device=slots.device)
-            # Shorter rows are padded with slots that stay where they are.
-            own_Bk = torch.where(step_k < slots.counts.on_device_B[:, None], slots.values_BW, step_k)
             start_B1 = self.lengths.on_device_B[:, None]
-            for layer in self._stores():
-                layer.move(start_B1 + step_k, start_B1 + own_Bk)
+            to_Bk = start_B1 + torch.arange(slots.width, device=slots.device)
+            for layer in self._stores():  # the padding of shorter rows is copied to slots that later tokens take
+                layer.move(to_Bk, start_B1 + slots.values_BW)
         self.lengths = self.lengths + slots.counts
 
     def clear(self, rows: int) -> None:

@@ -8,13 +8,19 @@ from transformers import LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.costs import Costs
+from draftsmith.decode.draws import SeededDraws, seeded_draws
+from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies import policy_named
-from draftsmith.decode.sequence import DecodeOutput, Round
+from draftsmith.decode.policies.chain import Chain
+from draftsmith.decode.sampling import Processors, Sampling
+from draftsmith.decode.sequence import DecodeOutput, DecodeSequence, Round
+from draftsmith.decode.target import TransformersTarget
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.medusa import Medusa
 from draftsmith.heads.ngram import Hybrid
+from draftsmith.heads.rows import Counts
 
 PROMPTS = [[5, 9, 33, 2], [7], [40, 41, 42, 43, 44, 45, 46, 47, 48], [3, 3, 3, 3, 3], [12, 50]]
 POLICIES = ("chain", "confidence:threshold=0.2", "adaptive", "optimal-tree", "best-first", "sampled-tree")
@@ -118,3 +124,27 @@ def test_bad_batches_are_refused(tiny_target: LlamaForCausalLM) -> None:
         decoder.generate_batch(torch.tensor([[3, 4, 5]]), attention_mask=torch.ones(1, 2))
     with pytest.raises(ConfigError, match="input_ids batch=2; expected 1 prompt per call"):
         decoder.generate(torch.tensor([[3, 4], [5, 6]]))
+
+
+@torch.inference_mode()
+def test_numbers_of_a_round_are_drawn_for_the_texts_that_are_left(tiny_target: LlamaForCausalLM) -> None:
+    """With their seeds and lengths, on the host and on the device: rounds of equal lengths would use equal numbers."""
+    prompts, lengths = [[5, 9, 33], [7], [40, 3]], [12, 8, 25]
+    pairs = enumerate(zip(prompts, lengths, strict=True))
+    texts = [DecodeSequence(prompt, most, 7 + number, number=number) for number, (prompt, most) in pairs]
+    drafter, target = DraftModel(make_llama()), TransformersTarget(tiny_target)
+    loop = DecodeLoop(target, drafter, Chain(2), texts, Processors(Sampling(1.0)))
+    asked = 0
+
+    def draws_of(seeds: Counts, lengths: Counts, device: torch.device) -> SeededDraws:
+        nonlocal asked
+        asked += 1
+        assert seeds.on_device_B.tolist() == list(seeds) == [text.seed for text in loop.texts]
+        assert lengths.on_device_B.tolist() == list(lengths) == [len(text.tokens) for text in loop.texts]
+        return seeded_draws(seeds, lengths, device)
+
+    loop.draws_of = draws_of
+    loop.prefill()
+    while loop.texts:
+        loop.round()
+    assert asked > 8

@@ -4,8 +4,9 @@ import gc
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from threading import Thread
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -486,6 +487,33 @@ def test_passes_are_freed_with_their_model(traced: None) -> None:
     del target
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize(("answer", "refused"), [(None, False), (AssertionError, True), (AttributeError, False)])
+def test_threads_in_which_torch_records_no_graph_are_refused(
+    answer: type[Exception] | None, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch is asked: 2.13 has graphs for each thread, earlier versions raise an error; another one may not say."""
+    if answer is not None:
+        trees = import_module("torch._inductor.cudagraph_trees")
+        monkeypatch.setattr(trees, "get_obj", lambda *_: raise_(answer()))
+    errors: list[str] = []
+
+    def ask() -> None:
+        try:
+            graphs._require_thread(torch.device("cuda"))
+        except ConfigError as error:
+            errors.append(str(error))
+
+    thread = Thread(target=ask, name="worker")
+    thread.start()
+    thread.join()
+    assert bool(errors) == refused
+    assert not errors or errors[0].startswith("compile=True in the thread 'worker': this torch (")
+
+
+def raise_(error: Exception) -> NoReturn:
+    raise error
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
