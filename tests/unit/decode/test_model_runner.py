@@ -1,12 +1,22 @@
 """The model runner and its cache: logits equal those with transformers' cache, without the rejected tokens."""
 
+from collections.abc import Callable
 from inspect import signature
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import (
+    DynamicCache,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from draftsmith.decode.cache.rollback import cache_name
+from draftsmith.decode.passes import graphs
 from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.heads.base import Level
@@ -125,3 +135,46 @@ def test_rows_of_different_length_do_not_see_one_another(tiny_target: LlamaForCa
     assert runner.lengths == [6, 5], "an empty row stays as it is"
     for logits, text in zip(branch(runner, 30, Draft(), rows=2), [[*kept[1], 20, 21], kept[2]], strict=True):
         torch.testing.assert_close(logits[0], read_afresh(tiny_target, [*text, 30]), **CLOSE)
+
+
+def t5() -> T5ForConditionalGeneration:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).double().eval()
+    for parameter in model.parameters():
+        parameter.data += 0.5 * torch.randn_like(parameter)
+    return model
+
+
+def mistral() -> MistralForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 2, "initializer_range": 0.5}
+    return MistralForCausalLM(MistralConfig(**sizes, max_position_embeddings=128)).double().eval()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("make", "compile"), [(t5, False), (mistral, False), (mistral, True)])
+def test_positions_of_nodes_that_were_read_before(
+    make: Callable[[], PreTrainedModel], compile: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative biases and windows read them: slots of a tree rise with every node, positions with every level."""
+    monkeypatch.setitem(graphs.OPTIONS, "cpu", {"disable": True})
+    model, read = make(), []
+    for plan in (Plan(sources=[[7, 8, 9]]), Plan(sources=[[7, 8, 9]], compile=compile, longest=60)):
+        runner = ModelRunner(model, 1, plan)
+        runner.append([[5, 6, 7]])
+        read.append(branch(runner, 8, Draft((10, 11, 12, 13, 14), (-1, -1, 1, 2, 3))))
+        runner.commit([[]])
+        levels = [([8], [0]), ([10, 11], [0, 0]), ([12], [1]), ([13], [0]), ([14], [0])]
+        parts = [
+            runner.extend(Level(torch.tensor([tokens]), torch.tensor([parents]) if depth > 1 else None, depth))
+            for depth, (tokens, parents) in enumerate(levels, 1)
+        ]
+        read.append(torch.cat(parts, 1))
+        runner.close()
+    for logits in read[1:]:
+        torch.testing.assert_close(logits, read[0], rtol=0, atol=1e-9)
+    if make is mistral:
+        alone_QV = model(torch.tensor([[5, 6, 7, 8, 11, 12, 13, 14]])).logits[0, -5:]
+        torch.testing.assert_close(read[0][0, [0, 2, 3, 4, 5]], alone_QV, rtol=0, atol=1e-9)
