@@ -48,7 +48,8 @@ def test_the_loss_is_the_mean_objective_over_samples_that_are_not_trained_on(
     assert f"validation loss {validated[12]['loss']:.3f}" in said
     assert "A training step took" in said
 
-    run = trainer.Run(recipe, make_accelerator(recipe, tmp_path), tmp_path / "run")
+    recipe = load_recipe(str(recipe_file), [*VALIDATED, f"output={tmp_path / 'new'}"])  # which resumes nothing
+    run = trainer.Run(recipe, make_accelerator(recipe, tmp_path), tmp_path / "new")
     prompts = [json.loads(line)["prompt"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     held = [run.target.tokenizer.decode(run.data.rows[i]["input_ids"]) for i in range(run.data.trained, 36)]
     for text, prompt in zip(held, prompts[31:36], strict=True):
