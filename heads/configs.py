@@ -266,12 +266,14 @@ DRAFTERS: dict[str, DrafterEntry] = {
         "eagle.Eagle",
         card_name="EAGLE-1 drafter",
         exports={"sglang": "eagle.write_eagle1_for_sglang", "eagle": "eagle.write_eagle1", **CUSTOM_GENERATE},
+        rates=Rates(muon=1e-2, scaled=True),
     ),
     "hass": DrafterEntry(
         HassSection,
         "eagle.Hass",
         card_name="HASS drafter",
         exports={"sglang": "eagle.write_eagle1_for_sglang", "eagle": "eagle.write_eagle1", **CUSTOM_GENERATE},
+        rates=Rates(muon=1e-2, scaled=True),
     ),
     "eagle3": DrafterEntry(
         Eagle3Section,
