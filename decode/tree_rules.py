@@ -50,7 +50,7 @@ def siblings_rule(p_BPV: Tensor, draft: DrawnBatch, draws: Draws) -> Outcome:
         overlap.append(tested_B)
     path_BD = torch.stack(path, 1)
     last_B = path_BD.amax(1)  # parents come before their children
-    leaf_P = constant(tuple(not below for below in children), p_BPV.device)
+    leaf_P = constant(tuple(not below for below in children), p_BPV.device, torch.bool)
     end_BV = torch.where(leaf_P[last_B + 1][:, None], p_BPV[rows_B, last_B + 1], end_BV)
     return Decided(path_BD, draws.next(end_BV), torch.stack(overlap, 1))
 

@@ -303,7 +303,7 @@ def typical_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
     if draft.valid_BN is not None:
         passes_BN = passes_BN & draft.valid_BN
     on_paths = [path_to(draft.parents, node) for node in range(N)]
-    on_path_NN = constant(tuple(tuple(node in path for node in range(N)) for path in on_paths), device)
+    on_path_NN = constant(tuple(tuple(node in path for node in range(N)) for path in on_paths), device, torch.bool)
     reached_BN = (passes_BN[:, None] | ~on_path_NN).all(-1)
     depth_BN = constant(tuple(depths_of(draft.parents)), device) * reached_BN
     leaf_B = torch.where(reached_BN.any(1), depth_BN.argmax(1), ROOT)

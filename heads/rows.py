@@ -22,13 +22,13 @@ def upload(values: Tensor | Sequence[Sequence[int]], device: torch.device) -> Te
 
 
 @lru_cache(maxsize=4096)
-def constant(numbers: tuple[Any, ...], device: torch.device) -> Tensor:
+def constant(numbers: tuple[Any, ...], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
     """Return numbers, or rows of them, as a tensor on the device that later rounds use again.
 
-    For what follows from the shape of drafts alone.
+    For what follows from the shape of drafts alone. The dtype belongs to the key: (0, 1) equals (False, True).
     """
     with torch.inference_mode(False):
-        return torch.tensor(numbers, device=device)
+        return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 def rows_of(values_BX: Tensor, rows: Sequence[int]) -> Tensor:

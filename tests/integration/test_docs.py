@@ -248,10 +248,18 @@ def commands() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("page", "line"), commands())
-def test_commands_of_the_documentation_parse(page: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parse options and arguments as the command line does, without running the command."""
+def test_commands_of_the_documentation_parse(
+    page: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parse options and arguments as the command line does, without running the command; what they name exists."""
     line = re.sub(r" > \S+$|[][…]|\.\.\.|<[^>]*>", " ", line)  # notation of a synopsis
     words = shlex.split(line, comments=True)[1:]
+    monkeypatch.chdir(tmp_path)
+    for word in words:
+        if not word.startswith(("-", "/")) and "=" not in word:
+            place = tmp_path / word
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(b"GGUF") if place.suffix else place.mkdir(exist_ok=True)
     ran = []
     command = get_command(app)
     _stop_before_running(command, ran, monkeypatch)

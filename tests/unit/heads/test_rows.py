@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transfers import counted_reads
 
-from draftsmith.heads.rows import Counts, Rows, rows_of, upload
+from draftsmith.heads.rows import Counts, Rows, constant, rows_of, upload
 
 CPU = torch.device("cpu")
 
@@ -92,3 +92,9 @@ def test_copies_of_rows() -> None:
     copied.zero_()
     assert values.tolist() == [[1, 2], [3, 4]]
     assert rows_of(values, []).shape == (0, 2)
+
+
+def test_constants_that_are_equal_in_python_have_the_dtype_that_was_asked_for() -> None:
+    assert constant((0, 1), CPU).dtype == torch.long
+    assert constant((False, True), CPU, torch.bool).dtype == torch.bool
+    assert constant((0, 1), CPU).dtype == torch.long
