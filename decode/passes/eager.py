@@ -65,7 +65,7 @@ class EagerPasses:
         """Read a prompt with the masks that the model makes: inside an image they may be bidirectional (Gemma 3)."""
         ids_1T = torch.tensor([ids], device=self._device)
         positions, shift = (None, 0) if not given else prompt_positions(self.model, ids_1T, given)
-        if shift:
+        if shift and self.shift_B1 is None:
             self.shift_B1 = torch.zeros(len(self.cache.lengths), 1, dtype=torch.int64, device=self._device)
         if self.shift_B1 is not None:
             self.shift_B1[row] = shift
