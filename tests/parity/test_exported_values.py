@@ -60,7 +60,7 @@ def test_a_mask_that_is_a_tokens_embedding_needs_no_embeddings(tmp_path: Path, t
 
 
 def test_embeddings_with_another_row_than_the_masks_are_refused(tmp_path: Path, target: LlamaForCausalLM) -> None:
-    out = exported(made("dflash", target, block_size=4), target, "vllm", tmp_path / "out").folder
+    out = exported(made("dflash", target, block_size=4, trained_mask=True), target, "vllm", tmp_path / "out").folder
     config = json.loads((out / "config.json").read_text())
     (out / "config.json").write_text(json.dumps(config | {"mask_token_id": 3}))
     with pytest.raises(ConfigError, match="embeddings of their own are not supported"):

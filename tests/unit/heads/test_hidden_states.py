@@ -58,7 +58,7 @@ class Knowing(Drafter):
         return logits_V.roll(1) if len(tokens) % 5 == 0 else logits_V
 
 
-@pytest.mark.parametrize("policy", ["chain:draft_length=4", "best-first:size=8,depth=4"])
+@pytest.mark.parametrize("policy", ["chain:draft_length=4", "tree:widths=3x2x1x1", "best-first:size=8,depth=4"])
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS])
 @torch.no_grad()
 def test_features_are_those_of_a_plain_pass(policy: str, prompts: list[list[int]]) -> None:
@@ -66,7 +66,7 @@ def test_features_are_those_of_a_plain_pass(policy: str, prompts: list[list[int]
     drafter = Knowing(target)
     decoder = SpeculativeDecoder(target, drafter, policy=policy)
     outputs = decoder.generate_batch(prompts, max_new_tokens=25, eos_token_id=None)
-    assert max(record.accepted for out in outputs for record in out.rounds) >= 3, "paths are longer than one token"
+    assert max(record.accepted for out in outputs for record in out.rounds) >= 2, "paths are longer than one token"
     for text, prompt, out in zip(drafter.texts, prompts, outputs, strict=True):
         seen = torch.cat(drafter.seen[id(text)])
         plain = target(torch.tensor([prompt + out.tokens]), output_hidden_states=True).hidden_states

@@ -16,7 +16,7 @@ from draftsmith.decode.policies import BestFirst
 from draftsmith.decode.profiling import measure_costs
 from draftsmith.decode.sampling import Sampling
 from draftsmith.eval.forecast.forecast import ForecastSettings, forecast
-from draftsmith.eval.forecast.hardware import LENGTHS, ReadOnce, TimedVariant, _Fixed
+from draftsmith.eval.forecast.hardware import LENGTHS, ReadPrompts, TimedVariant, _Fixed
 from draftsmith.eval.forecast.profile import CostModel, DrafterSeconds
 from draftsmith.eval.teacher_forced import TargetText
 from draftsmith.heads import HEADS, DraftModel
@@ -143,7 +143,7 @@ def test_rounds_after_prompts_that_were_read_before_are_the_same(
     costs = Costs({1: 1.0, 2: 1.0, 3: 3.0, 4: 1.0}, {1: 1.0})
     arms = [TimedVariant(target), TimedVariant(target, _Fixed(3), 3, costs)]
     arms += [TimedVariant(target, drafter, length, costs) for length in (1, 2)]
-    shared = ReadOnce(target)
+    shared = ReadPrompts()
     for arm in [*arms, *reversed(arms)]:
         for temperature in (0.0, 1.0):
             alone = arm.rounds(texts, Sampling(temperature), 5)
