@@ -142,7 +142,7 @@ FEW_ACCEPTED, SLOW_PASS = 1.3, 1.5
 
 
 def cause(row: Row) -> str:
-    """Return what a round of the drafter costs, in passes of the target alone, and what would change it."""
+    """Return a sentence with the cost of a round, in passes of the target alone, and its largest part."""
     if not row["tau"] or not row["speedup"]:
         return "Nothing was decoded after the first token."
     passes = row["tau"] / row["speedup"]

@@ -1,1 +1,1 @@
-"""What is kept of committed tokens: keys and values, states of recurrent layers, token ids and features."""
+"""Storage for committed tokens: keys and values, states of recurrent layers, token ids and features."""

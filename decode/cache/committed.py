@@ -1,4 +1,4 @@
-"""What is kept of committed tokens on the device: their ids, for processors that read the text, and their features.
+"""Committed tokens on the device: their ids, for processors that read the text, and their features.
 
 The ids are one tensor that grows, so a round costs their copy at most, not their conversion from a list. Features of
 the target are kept from the pass that reads the tokens until the drafter takes them:

@@ -1,6 +1,6 @@
-"""What every way of running a model shares: the tokens of a pass, its output, positions, and the states that are kept.
+"""The interface `Passes` of a way to run a model, and the types that all share: a reading, its output, positions.
 
-The interface of a way is `Passes`; each has a class and a file of its own, and `passes_for` chooses one for a model.
+Each way has a class and a file of its own, and `passes_for` chooses one for a model.
 """
 
 import weakref
