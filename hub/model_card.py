@@ -12,12 +12,14 @@ import re
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, get_token
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from markupsafe import Markup
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.configs import DRAFTERS
@@ -40,6 +42,44 @@ if TYPE_CHECKING:
     from draftsmith.eval.results import Row, StoredEvaluation
 
 TASK = "text-generation"
+
+
+class _StoredTarget(TypedDict):
+    model: str
+
+
+class _StoredTeacher(TypedDict):
+    kind: str
+    file: NotRequired[str | None]
+
+
+class _StoredData(TypedDict):
+    prompts: str | None
+    response: str
+    temperature: FiniteFloat
+    count: int | None
+
+
+class _StoredObjective(TypedDict):
+    kind: str
+    mix: NotRequired[dict[str, FiniteFloat] | None]
+
+
+class _StoredTraining(TypedDict):
+    steps: int
+    batch_size: int
+    optimizer: str
+    learning_rate: FiniteFloat
+
+
+class _StoredRecipe(TypedDict, total=False):
+    """The keys of a checkpoint's recipe that the card shows; a drafter may come from anyone."""
+
+    target: _StoredTarget | None
+    teacher: _StoredTeacher | None
+    data: _StoredData | None
+    objective: _StoredObjective | None
+    train: _StoredTraining | None
 
 
 SECRET = re.compile(
@@ -314,6 +354,12 @@ def checkpoint_section(folder: Path) -> dict[str, Any]:
     if stored.type not in DRAFTERS:
         raise ConfigError(f"{folder} is of type {stored.type!r}; expected one of {', '.join(DRAFTERS)}")
     section = {"recipe": None, "online": None, **config["draftsmith"]}
+    try:
+        TypeAdapter(_StoredRecipe).validate_python(section["recipe"] or {})
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = f"{folder}: draftsmith.recipe.{'.'.join(map(str, problem['loc']))}"
+        raise ConfigError.of(name, problem["input"], f"a recipe's value ({problem['msg']})") from error
     section["target"] = {"quality": None, "revision": None, **section["target"]}
     return section
 

@@ -55,6 +55,20 @@ def test_every_kind_has_a_card(tmp_path: Path) -> None:
         assert 'from_pretrained("org/target")' in card
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [("train", "learning_rate", [1]), ("data", "prompts", {}), ("teacher", "kind", 1), ("target", "model", ["x"])],
+)
+def test_a_damaged_recipe_is_refused(tmp_path: Path, section: str, key: str, value: object) -> None:
+    folder = _saved("medusa", tmp_path / "medusa", make_llama(num_hidden_layers=6), "org/target")
+    config = json.loads((folder / "config.json").read_text())
+    for damaged, name in (({**config["draftsmith"]["recipe"][section], key: value}, f"{section}.{key}"), (5, section)):
+        config["draftsmith"]["recipe"][section] = damaged
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ConfigError, match=rf"draftsmith\.recipe\.{name}=.*; expected a recipe's value"):
+            write_card(folder, None, None, CardRequest("user/name", "mit"))
+
+
 def test_engines_are_started_by_names_that_they_know(tmp_path: Path) -> None:
     """DSpark is a dflash drafter with its own options, and a target in a local folder has no name for engines."""
     target = make_llama(num_hidden_layers=6)
