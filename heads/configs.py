@@ -309,6 +309,7 @@ DRAFTERS: dict[str, DrafterEntry] = {
             "gguf": "llama_cpp.write_dflash",
             **CUSTOM_GENERATE,
         },
+        rates=Rates(muon=1e-2, scaled=True),
     ),
 }
 

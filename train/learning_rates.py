@@ -29,9 +29,9 @@ def default_rate(recipe: Recipe, width: int) -> float | None:
     """Return the rate of the drafter's type and the recipe's optimizer for a target of hidden size `width`.
 
     AdamW's rate is proportional to 1/width. Muon's best rate was the same from width 64 to `WIDEST`, the largest one
-    measured, for drafters whose matrices all start untrained; above, 1/width is a precaution. No norm limits the states
-    that EAGLE and HASS add to the target's: they diverged at that rate on SmolLM2 (width 576), and their best rate at
-    width 64 is twice that. None for other optimizers.
+    measured, for drafters whose matrices all start untrained; above, 1/width is a precaution. EAGLE, HASS and
+    DFlash diverged at that rate in their first steps on SmolLM2 (width 576), and are best at twice that rate at width
+    64: theirs is proportional to 1/width, too. None for other optimizers.
     """
     rates = TRAINED if starts_trained(recipe) else DRAFTERS[recipe.drafter.type].rates
     shares = {"adamw": WIDTH / width, "muon": WIDTH / width if rates.scaled else min(1.0, WIDEST / width)}
