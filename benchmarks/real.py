@@ -120,7 +120,7 @@ def recipe_of(options: argparse.Namespace, family: str) -> list[str]:
 
 
 def trained(options: argparse.Namespace, family: str) -> Path:
-    """Train a family for the given processor time, evaluations aside; return the folder of the run."""
+    """Train a family for the given processor time, evaluations aside; return its drafter."""
     recipe, log, place = recipe_of(options, family), options.out / "logs" / f"{family}.log", options.out / family
     measured = options.out / f"{family}.seconds.json"
     if not measured.exists():
@@ -133,9 +133,9 @@ def trained(options: argparse.Namespace, family: str) -> Path:
     steps = max(20, round(60 * options.minutes / step))
     every = max(1, steps // 8)
     turns = [f"train.steps={steps}", f"train.evaluate_every={every}", f"train.checkpoint_every={every}"]
-    if not (place / "drafter").is_dir():
+    if not (place / "finished.json").exists():
         draftsmith(log, "train", *recipe, f"output={place}", *turns)
-    return place
+    return place / "drafter"
 
 
 def measure(options: argparse.Namespace, folders: dict[str, Path]) -> None:
@@ -144,7 +144,7 @@ def measure(options: argparse.Namespace, folders: dict[str, Path]) -> None:
     target = ["--target", options.target, "--dtype", options.dtype]
     named = {family: str(folder) for family, folder in folders.items()}
     best = "eagle3" if "eagle3" in named else next(iter(named))
-    named |= {"hybrid": f"hybrid:drafter={folders[best] / 'drafter'}", "lookup": "prompt-lookup"}
+    named |= {"hybrid": f"hybrid:drafter={folders[best]}", "lookup": "prompt-lookup"}
     drafters = [word for name, place in named.items() for word in ("--drafter", f"{name}={place}")]
     lengths = ["--max-new-tokens", str(options.max_new_tokens)]
     policies = [word for policy in POLICIES for word in ("--policy", policy)]
@@ -160,8 +160,7 @@ def measure(options: argparse.Namespace, folders: dict[str, Path]) -> None:
         if not (place / "check.json").exists():
             words = ["--drafter", str(folder), "--prompts", held, "--out", str(place)]
             draftsmith(logs / "check.log", "check", *target, *words)
-    peer = logs / "transformers.log"
-    if "draft_model" in folders and not peer.exists():
+    if "draft_model" in folders:
         script = [
             sys.executable,
             str(Path(__file__).with_name("decoder.py")),
@@ -170,9 +169,13 @@ def measure(options: argparse.Namespace, folders: dict[str, Path]) -> None:
             "--dtype",
             options.dtype,
         ]
-        words = ["--drafter", str(folders["draft_model"] / "drafter"), "--prompt-set", held]
+        words = ["--drafter", str(folders["draft_model"]), "--prompt-set", held]
         for temperature in ("0", "1"):
-            command(peer, *script, *words, "--temperature", temperature)
+            finished, begun = out / f"transformers-{temperature}.txt", logs / f"transformers-{temperature}.log"
+            if not finished.exists():
+                begun.unlink(missing_ok=True)
+                command(begun, *script, *words, "--temperature", temperature)
+                begun.rename(finished)
 
 
 def report(options: argparse.Namespace) -> str:

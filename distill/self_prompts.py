@@ -15,7 +15,7 @@ from draftsmith.distill.dataset import FEATURES
 from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.distill.regeneration import Sampler, Share, target_key, target_samples
 from draftsmith.distill.sources import Conversation
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.model_config import eos_tokens
 from draftsmith.provenance import fingerprint
 from draftsmith.storage import cache_dir, write_text, writing
@@ -93,7 +93,13 @@ def turn_header(chat: Chat) -> list[int]:
             "data.chat_template"
         )
     message = {"role": "user", "content": PLACEHOLDER}
-    whole = str(chat.tokenizer.apply_chat_template([message], tokenize=False, **chat.options))
+    try:
+        whole = str(chat.tokenizer.apply_chat_template([message], tokenize=False, **chat.options))
+    except Exception as error:  # expressions of a template may raise anything
+        raise ConfigError(
+            f"data.prompts={SELF!r}: the chat template refuses a user's turn ({reason_of(error)}); expected a file of "
+            "prompts"
+        ) from error
     before, found, _ = whole.partition(PLACEHOLDER)
     if not found or not before:
         raise ConfigError(

@@ -142,7 +142,7 @@ FEW_ACCEPTED, SLOW_PASS = 1.3, 1.5
 
 
 def cause(row: Row) -> str:
-    """Return a sentence with the cost of a round, in passes of the target alone, and its largest part."""
+    """Return a sentence with the cost of a round, its largest part, and a shorter chain that would be faster."""
     if not row["tau"] or not row["speedup"]:
         return "Nothing was decoded after the first token."
     passes = row["tau"] / row["speedup"]

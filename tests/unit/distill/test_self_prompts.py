@@ -77,6 +77,7 @@ def test_every_text_is_counted_as_usable_or_with_the_reason_why_not(target: Load
     [
         (None, 40, "without a chat template; expected a file of prompts"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", 40, "shows nothing before the user's text"),
+        ("{{ raise_exception('system first') }}", 40, r"refuses a user's turn \(.*system first"),
         (TEMPLATE, 2, "expected more than the 2 tokens of"),
         (TEMPLATE, 3, "texts 0 are usable"),
     ],
