@@ -21,7 +21,7 @@ from draftsmith.heads.base import DraftStates, TeacherSignals
 
 LmHead = Callable[[Tensor], Tensor]
 ROWS = 64
-"""See `_logits`."""
+"""See `logits_of`."""
 NOTHING = -1e30
 """Log-probability of an impossible event; finite, so that the difference of two of them is zero and not nan."""
 LEAST_TAIL = torch.finfo(torch.float32).eps
@@ -36,6 +36,15 @@ class TopTokens(NamedTuple):
     log_NE: Tensor
 
 
+class Normalizers(NamedTuple):
+    """The numbers that p over a draft vocabulary needs of the other tokens' logits."""
+
+    log_sum_N: Tensor
+    """Logarithm of the sum of the exponentials of all logits."""
+    argmax_N: Tensor
+    """The most likely token."""
+
+
 @dataclass(frozen=True)
 class TeacherOutput:
     """The target at N positions: its final hidden states, or only its most likely tokens."""
@@ -45,11 +54,14 @@ class TeacherOutput:
     labels_N: Tensor
     """The text's next token, -1 if there is none."""
     top: TopTokens | None = None
+    normalizers: Normalizers | None = None
+    """Stored ones, at temperature 1."""
 
     def at(self, place: slice | Tensor) -> "TeacherOutput":
         """Return the output at a part of the positions."""
         top = None if self.top is None else TopTokens(*(part[place] for part in self.top))
-        return TeacherOutput(self.hidden_NH[place], self.labels_N[place], top)
+        stored = None if self.normalizers is None else Normalizers(*(part[place] for part in self.normalizers))
+        return TeacherOutput(self.hidden_NH[place], self.labels_N[place], top, stored)
 
 
 @dataclass(frozen=True)
@@ -96,10 +108,12 @@ def align(unrolled: Sequence[DraftStates], signals: TeacherSignals) -> Aligned:
     ]
     next_BT = signals.input_ids_BT.where(signals.attention_mask_BT.bool(), -1)[:, 1:]
     labels_BT = nn.functional.pad(next_BT, (0, 1), value=-1)
-    taught_BT, top = taught_X.view(-1, T), None
+    taught_BT, top, stored = taught_X.view(-1, T), None, None
     if signals.top_ids_BTE is not None and signals.top_log_BTE is not None:
         top = TopTokens(signals.top_ids_BTE[taught_BT], signals.top_log_BTE[taught_BT])
-    return Aligned(positions, TeacherOutput(signals.hidden_BTH[taught_BT], labels_BT[taught_BT], top))
+    if signals.log_sum_BT is not None and signals.argmax_BT is not None:
+        stored = Normalizers(signals.log_sum_BT[taught_BT], signals.argmax_BT[taught_BT])
+    return Aligned(positions, TeacherOutput(signals.hidden_BTH[taught_BT], labels_BT[taught_BT], top, stored))
 
 
 def _trained(entry: DraftStates, signals: TeacherSignals) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -147,6 +161,7 @@ class TargetChunk:
         known: at the positions of the chunk.
         temperatures: those at which the objective needs p.
         vocabulary_D: see `DraftStates`.
+        draft_head: the rows of `lm_head` for these tokens, which suffice where normalizers are stored.
         fused: keep what `forward_kl_and_alpha` needs at the only temperature, instead of log-probabilities.
     """
 
@@ -158,6 +173,7 @@ class TargetChunk:
         temperatures: Sequence[float],
         vocabulary_D: Tensor | None,
         *,
+        draft_head: LmHead | None = None,
         fused: bool = False,
     ) -> None:
         self.known, self._vocabulary_D = known, vocabulary_D
@@ -166,14 +182,18 @@ class TargetChunk:
         if known.top is not None:
             best_N1 = known.top.log_NE.where(known.top.ids_NE >= 0, -torch.inf).argmax(-1, keepdim=True)
             argmax_N = known.top.ids_NE.gather(-1, best_N1)[:, 0]
+        elif draft_head is not None and known.normalizers is not None:
+            log_sum_N, argmax_N = known.normalizers
+            p_log_ND = at_least_float32(logits_of(draft_head, known.hidden_NH))
+            self._p_log[temperatures[0]] = p_log_ND - log_sum_N[:, None].to(p_log_ND.dtype)
         else:
-            p_NV = at_least_float32(_logits(lm_head, known.hidden_NH))
+            p_NV = at_least_float32(logits_of(lm_head, known.hidden_NH))
             argmax_N = p_NV.argmax(-1)
             for temperature in temperatures:
                 p_log_NV = _tempered(p_NV, temperature).log_softmax(-1)
                 self._p_log[temperature] = p_log_NV if vocabulary_D is None else p_log_NV[:, vocabulary_D]
-            if fused:
-                self._p = TargetRows.of(self._p_log.pop(temperatures[0]), whole=vocabulary_D is None)
+        if fused and known.top is None:
+            self._p = TargetRows.of(self._p_log.pop(temperatures[0]), whole=vocabulary_D is None)
         self._argmax_N = draft_rows(argmax_N, vocabulary_D)
 
     def compare(self, student_nD: Tensor, rows_n: Tensor, entry: DraftStates) -> "Compared":
@@ -183,7 +203,7 @@ class TargetChunk:
         p = self._p if whole or self._p is None else self._p.at(rows_n)
         known = self.known if whole else self.known.at(rows_n)
         p_log = {temperature: pick(p_log_NE) for temperature, p_log_NE in self._p_log.items()}
-        return Compared(pick(self._argmax_N), p_log, p, _logits(entry.head, student_nD), known, self._vocabulary_D)
+        return Compared(pick(self._argmax_N), p_log, p, logits_of(entry.head, student_nD), known, self._vocabulary_D)
 
 
 @dataclass(frozen=True)
@@ -209,7 +229,7 @@ class Compared:
         return Rows(self.p_log_NE[temperature], q_log_ND, q_log_ND)
 
 
-def _logits(head: LmHead, states_NH: Tensor) -> Tensor:
+def logits_of(head: LmHead, states_NH: Tensor) -> Tensor:
     """Return the logits [N, V] of N states.
 
     In bf16 on a CPU they are computed for a multiple of `ROWS` states: oneDNN keeps a kernel of a megabyte for each

@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.distill.teacher import OnlineTeacher, stored_layers
+from draftsmith.distill.alignment import ROWS, at_least_float32, logits_of
+from draftsmith.distill.teacher import OnlineTeacher, TargetHead, stored_layers
 from draftsmith.errors import ConfigError, DraftsmithError, reason_of
 from draftsmith.heads.base import FINAL, TeacherSignals
 from draftsmith.heads.hidden_states import document_numbers
@@ -86,19 +87,27 @@ class SignalCache:
         layers: see `Needs.layers`; the final states are stored once.
         dtype: 'float32', 'bfloat16' or 'float8' (one scale a token).
         shard_rows: rows of a shard.
+        normalizers: store `TeacherSignals.log_sum_BT` and `argmax_BT`, too.
     """
 
     def __init__(
-        self, model: PreTrainedModel, rows: Dataset, layers: tuple[int, ...], dtype: str, *, shard_rows: int = 256
+        self,
+        model: PreTrainedModel,
+        rows: Dataset,
+        layers: tuple[int, ...],
+        dtype: str,
+        *,
+        shard_rows: int = 256,
+        normalizers: bool = False,
     ) -> None:
         if dtype not in DTYPES:
             raise ConfigError.of("teacher.dtype", dtype, f"one of {', '.join(DTYPES)}")
-        self.dtype, self.shard_rows, self._rows = dtype, shard_rows, rows
+        self.dtype, self.shard_rows, self.normalizers, self._rows = dtype, shard_rows, normalizers, rows
         self.lengths = [len(ids) for ids in rows["input_ids"]]
         self._packed = "documents" in rows.column_names
         data = [fingerprint(list(rows[column])) for column in ("input_ids", "documents")[: 1 + self._packed]]
         made = [VERSION, fingerprint_of_numbers(model), *data, list(stored_layers(layers)), dtype, shard_rows]
-        self.key = fingerprint(made)
+        self.key = fingerprint([*made, "normalizers"] if normalizers else made)
         self.folder = cache_dir() / "signals" / self.key
         self._located: dict[tuple[str, int], StoredRows] = {}
 
@@ -140,7 +149,7 @@ class SignalCache:
                 for _ in chosen:
                     done()
             if writes:
-                self._write(shard, torch.cat(parts))
+                self._write(shard, torch.cat(parts), teacher)
 
     def _batches(self, shard: int, most: int, *, on_host: bool) -> Iterator[list[int]]:
         """Yield the rows of a shard that the target reads together."""
@@ -161,16 +170,18 @@ class SignalCache:
         """Return the size of all shards on disk, in bytes per token."""
         return sum(self._file(shard).stat().st_size for shard in range(self.shards)) / sum(self.lengths)
 
-    def read(self, rows: Sequence[int]) -> Tensor:
-        """Return the states [B, T, W] of rows in their stored dtype, with zeros after each; float8 as float32.
+    def read(self, rows: Sequence[int]) -> tuple[Tensor, ...]:
+        """See `StoredStates`. States have their stored dtype; float8 is returned as float32.
 
         Raises:
             DraftsmithError: for a shard that is gone, damaged or shorter than it was.
         """
         states_BTW = self._read("states", rows, DTYPES[self.dtype])
-        if self.dtype != "float8":
-            return states_BTW
-        return states_BTW.float() * self._read("scales", rows, torch.float32)[..., None]
+        if self.dtype == "float8":
+            states_BTW = states_BTW.float() * self._read("scales", rows, torch.float32)[..., None]
+        if not self.normalizers:
+            return (states_BTW,)
+        return states_BTW, self._read("log_sums", rows, torch.float64), self._read("argmax", rows, torch.int64)
 
     def _read(self, name: str, rows: Sequence[int], dtype: torch.dtype) -> Tensor:
         lengths = [self.lengths[row] for row in rows]
@@ -214,11 +225,13 @@ class SignalCache:
         file = self._file(shard)
         write_json(file.with_suffix(".json"), {"key": self.key, "sha256": sha256, "state": _state(file)})
 
-    def _write(self, shard: int, states_NW: Tensor) -> None:
+    def _write(self, shard: int, states_NW: Tensor, teacher: OnlineTeacher) -> None:
         tensors = {"states": states_NW.to(DTYPES[self.dtype])}
         if self.dtype == "float8":
             scales_N = states_NW.float().abs().amax(-1).clamp_min(1e-12) / FLOAT8_MAX
             tensors = {"states": (states_NW.float() / scales_N[:, None]).to(DTYPES["float8"]), "scales": scales_N}
+        if self.normalizers:
+            tensors |= _normalizers(teacher.lm_head, tensors["states"], tensors.get("scales"))
         file = self._file(shard)
         temporary = file.with_name(f".{file.name}.tmp-{os.getpid()}")
         then = "finished shards are kept, and the same command continues after them. Free some space, or use "
@@ -251,8 +264,11 @@ def stored_states(signals: TeacherSignals, layers: tuple[int, ...]) -> Tensor:
 class StoredStates(Protocol):
     """States on disk: a `SignalCache`, or the files of an engine (distill/state_files.py)."""
 
-    def read(self, rows: Sequence[int]) -> Tensor:
-        """Return the states [B, T, W] of rows, with zeros after each: the final states, then `stored_layers`."""
+    def read(self, rows: Sequence[int]) -> tuple[Tensor, ...]:
+        """Return the states [B, T, W] of rows, with zeros after each: the final states, then `stored_layers`.
+
+        Where they are stored, `TeacherSignals.log_sum_BT` in float64 and `argmax_BT` follow.
+        """
         ...
 
 
@@ -265,7 +281,7 @@ class CachedTeacher:
         self._hidden_size = self.lm_head.weight.shape[1]
         self._reader = ThreadPoolExecutor(1, "teacher cache")
         self._order: deque[tuple[int, ...]] = deque()
-        self._ahead: dict[tuple[int, ...], Future[Tensor]] = {}
+        self._ahead: dict[tuple[int, ...], Future[tuple[Tensor, ...]]] = {}
 
     def expect(self, order: Iterable[Sequence[int]]) -> None:
         """Set the rows that `signals` will be called with next; each is read while the one before it is computed."""
@@ -285,11 +301,24 @@ class CachedTeacher:
         """Return the batch with the cached states; `rows`: indices of its rows in the data."""
         parameter = self.lm_head.weight
         # Copied in the stored dtype, which has fewer bytes; the host does not wait for the copy.
-        states_BTW = self._states(tuple(rows)).to(parameter.device, non_blocking=True).to(parameter.dtype)
-        states_BTW = nn.functional.pad(states_BTW, (0, 0, 0, input_ids_BT.shape[1] - states_BTW.shape[1]))
+        states_BTW, *stored = (part.to(parameter.device, non_blocking=True) for part in self._stored(tuple(rows)))
+        missing = input_ids_BT.shape[1] - states_BTW.shape[1]
+        states_BTW = nn.functional.pad(states_BTW.to(parameter.dtype), (0, 0, 0, missing))
         hidden_BTH, others_BTW = states_BTW.split([self._hidden_size, states_BTW.shape[-1] - self._hidden_size], -1)
         features = self._features(hidden_BTH, others_BTW)
-        return TeacherSignals(input_ids_BT, attention_mask_BT, hidden_BTH, mask_BT, features, documents_BT=documents_BT)
+        log_sum_BT, argmax_BT = (
+            (nn.functional.pad(part_BT, (0, missing)) for part_BT in stored) if stored else [None] * 2
+        )
+        return TeacherSignals(
+            input_ids_BT,
+            attention_mask_BT,
+            hidden_BTH,
+            mask_BT,
+            features,
+            documents_BT=documents_BT,
+            log_sum_BT=log_sum_BT,
+            argmax_BT=argmax_BT,
+        )
 
     def _features(self, hidden_BTH: Tensor, others_BTW: Tensor) -> Tensor | None:
         """Return the features [B, T, F] of the needed layers, from the final states and those of `stored_layers`."""
@@ -299,8 +328,8 @@ class CachedTeacher:
         others = iter(others_BTW.chunk(count, -1))
         return torch.cat([hidden_BTH if layer == FINAL else next(others) for layer in self._layers], -1)
 
-    def _states(self, rows: tuple[int, ...]) -> Tensor:
-        """Return the states of `rows`, and begin to read those that are expected after them."""
+    def _stored(self, rows: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Return what is stored of `rows`, and begin to read those that are expected after them."""
         reading = self._ahead.pop(rows, None) or self._reader.submit(self._read, rows)
         if self._order and rows == self._order[0]:
             self._order.popleft()
@@ -308,10 +337,10 @@ class CachedTeacher:
                 self._ahead = {self._order[0]: self._reader.submit(self._read, self._order[0])}
         return reading.result()
 
-    def _read(self, rows: tuple[int, ...]) -> Tensor:
-        """Return the stored states; for a GPU in pinned memory, without which the host waits for the copy."""
-        states_BTW = self._cache.read(rows)
-        return states_BTW.pin_memory() if self.lm_head.weight.is_cuda else states_BTW
+    def _read(self, rows: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Return what is stored; for a GPU in pinned memory, without which the host waits for the copy."""
+        stored = self._cache.read(rows)
+        return tuple(part.pin_memory() for part in stored) if self.lm_head.weight.is_cuda else stored
 
 
 def _states(teacher: OnlineTeacher, texts: list[list[int]], documents: list[list[int]] | None = None) -> list[Tensor]:
@@ -324,6 +353,24 @@ def _states(teacher: OnlineTeacher, texts: list[list[int]], documents: list[list
     signals = teacher.signals(ids_BT, seen_BT, seen_BT.bool(), documents_BT=documents_BT)
     states_BTW = stored_states(signals, teacher.layers).cpu()
     return [states_BTW[place, : len(text)] for place, text in enumerate(texts)]
+
+
+@torch.no_grad()
+def _normalizers(lm_head: TargetHead, states_NW: Tensor, scales_N: Tensor | None) -> dict[str, Tensor]:
+    """Return the logarithm of the summed exponentials of each token's logits, and its most likely token.
+
+    They are those of the states as they are stored, so that p of all tokens adds up to 1.
+    """
+    weight = lm_head.weight
+    sums, best = [], []
+    for place in torch.arange(len(states_NW)).split(ROWS):
+        hidden_nH = states_NW[place, : weight.shape[1]]
+        if scales_N is not None:
+            hidden_nH = hidden_nH.float() * scales_N[place, None]
+        logits_nV = at_least_float32(logits_of(lm_head, hidden_nH.to(weight.device).to(weight.dtype)))
+        sums.append(logits_nV.logsumexp(-1).double().cpu())
+        best.append(logits_nV.argmax(-1).cpu())
+    return {"log_sums": torch.cat(sums), "argmax": torch.cat(best)}
 
 
 def _state(file: Path) -> list[int]:

@@ -39,6 +39,7 @@ from draftsmith.distill.losses import (
 )
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import DraftStates, TeacherSignals
+from draftsmith.heads.lm_head import draft_rows_of
 
 # Shapes: N tokens, n tokens of a chunk, K draft positions, D draft vocabulary or drafter hidden size, E events.
 
@@ -159,6 +160,7 @@ class Objective:
         A token's weight may depend on tokens of its draft in later chunks: those are compared first, without gradient.
         """
         size, vocabulary_D = self.chunk_tokens, aligned.positions[0].entry.vocabulary_D
+        draft_head = self._draft_head(aligned.known, lm_head, vocabulary_D)
         ahead = 0 if weights is None else -(-(weights.longest - 1) // size)
         chunks = _chunks(aligned, size)
         waiting: deque[tuple[TargetChunk, list[_Tokens]]] = deque()
@@ -166,7 +168,9 @@ class Objective:
             if number < len(chunks):
                 known, tokens = chunks[number]
                 fused = self._is_plain_kl and weights is None and known.top is None
-                target = TargetChunk(known, lm_head, self.temperatures, vocabulary_D, fused=fused)
+                target = TargetChunk(
+                    known, lm_head, self.temperatures, vocabulary_D, draft_head=draft_head, fused=fused
+                )
                 if weights is not None:
                     self._record(weights, target, tokens)
                 waiting.append((target, tokens))
@@ -181,6 +185,12 @@ class Objective:
                 yield Part(some.k, some.place, one)
                 del one
             waiting.popleft()
+
+    def _draft_head(self, known: TeacherOutput, lm_head: LmHead, vocabulary_D: Tensor | None) -> LmHead | None:
+        """Return the rows of the lm_head for the draft vocabulary, where they give p; else None."""
+        if vocabulary_D is None or known.normalizers is None or tuple(self.temperatures) != (1.0,):
+            return None
+        return draft_rows_of(lm_head, vocabulary_D)
 
     @property
     def _is_plain_kl(self) -> bool:

@@ -193,10 +193,10 @@ class FileStates:
         self._layers = StoredLayers(f"teacher.file={files.folder}", model, stored_layers(layers), texts)
         self.error = self._layers.error
 
-    def read(self, rows: Sequence[int]) -> Tensor:
+    def read(self, rows: Sequence[int]) -> tuple[Tensor]:
         """Return the states [B, T, W] of rows, with zeros after each: the final states, then `stored_layers`."""
         states = [torch.cat([self._states(text) for text in self._texts(row)]) for row in rows]
-        return nn.utils.rnn.pad_sequence(states, batch_first=True)
+        return (nn.utils.rnn.pad_sequence(states, batch_first=True),)
 
     def _texts(self, row: int) -> list[list[int]]:
         """Return the texts of a row, of which packed ones have several."""

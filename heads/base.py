@@ -223,6 +223,10 @@ class TeacherSignals:
     """Without hidden states (`hidden_BTH` is [B, T, 0]): the tokens t + 1 with known probability, -1 for none."""
     top_log_BTE: Tensor | None = None
     """Their log-probabilities."""
+    log_sum_BT: Tensor | None = None
+    """Logarithm of the sum of the exponentials of all of the target's logits, where a cache stores it."""
+    argmax_BT: Tensor | None = None
+    """The target's most likely tokens, stored with `log_sum_BT`."""
     part: "SequencePart | None" = None
     """The positions at which this process computes states, where processes share each text; None: all."""
 

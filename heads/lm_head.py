@@ -8,9 +8,9 @@ replaces the output of the lm_head with known numbers, and the model's logits sh
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -79,6 +79,20 @@ def logits_head(model: PreTrainedModel) -> nn.Module:
     assert lm_head is not None, "checked by logits_map"
     plain = after.scale == 1 and after.cap is None and after.bias_V is None
     return lm_head if plain else LogitsHead(lm_head, after)
+
+
+def draft_rows_of(lm_head: Callable[[Tensor], Tensor], tokens_D: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """Return the map from states [n, H] to the logits [n, D] of some tokens.
+
+    None for an lm_head that is not a linear layer with a plain weight: quantized and divided ones have no such rows.
+    """
+    linear, after = (lm_head.lm_head, lm_head.after) if isinstance(lm_head, LogitsHead) else (lm_head, LogitsMap())
+    if not isinstance(linear, nn.Linear) or type(linear.weight) not in (nn.Parameter, Tensor):
+        return None
+    bias_V = after.bias_V
+    after = replace(after, bias_V=None if bias_V is None else bias_V.to(tokens_D.device)[tokens_D])
+    weight_DH, bias_D = linear.weight[tokens_D], None if linear.bias is None else linear.bias[tokens_D]
+    return lambda states_nH: after(nn.functional.linear(states_nH, weight_DH, bias_D))
 
 
 def scaled_weight(model: PreTrainedModel) -> Tensor:

@@ -287,7 +287,14 @@ def make_teacher(context: RunContext, target: PreTrainedModel, drafter: Drafter,
         read = FileStates(data.states, target, drafter.needs.layers, rows)
         console.say(f"teacher: states of {settings.file}, at most {read.error:.2%} from the target's on a few texts")
         return CachedTeacher(online, read)
-    cache = SignalCache(target, rows, drafter.needs.layers, settings.dtype, shard_rows=settings.shard_rows)
+    cache = SignalCache(
+        target,
+        rows,
+        drafter.needs.layers,
+        settings.dtype,
+        shard_rows=settings.shard_rows,
+        normalizers=drafter.draft_vocabulary is not None,
+    )
     with ExitStack() as locks:
         missing, problems = cache.missing() if accelerator.is_main_process else ([], [])
         if missing:

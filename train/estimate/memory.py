@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.decode.cache.rollback import FIRST_SLOTS
+from draftsmith.distill.alignment import ROWS
 from draftsmith.distill.hidden_state_cache import DTYPES as SHARD_DTYPES
 from draftsmith.distill.hidden_state_cache import TOGETHER, stored_states
 from draftsmith.distill.load_target import DTYPES, load_tokenizer
@@ -263,6 +264,8 @@ def _caching_bytes(
     of_row = states_BTW.numel() // len(ids_BT)
     kept, stored = (rows * of_row * dtype.itemsize for dtype in (states_BTW.dtype, SHARD_DTYPES[settings.dtype]))
     copied = 0 if states_BTW.dtype == SHARD_DTYPES[settings.dtype] else stored
+    if drafter.draft_vocabulary is not None:  # logits, twice in float32
+        copied += 3 * ROWS * teacher.lm_head.weight.shape[0] * 4
     # On a CPU the rows' states, and then one tensor of them all.
     return kept + max(one_pass, kept + copied) if on_host else one_pass
 

@@ -153,6 +153,27 @@ def test_a_copy_of_the_target_in_another_dtype_has_the_same_cache(tiny_target_fo
 DOCUMENTS = [[5], [4, 4], [1, 3, 7], [2, 3, 2]]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8"])
+def test_normalizers_are_those_of_the_stored_states(dtype: str) -> None:
+    """They are of the logits that the lm_head gives for what is read, in every dtype of the states."""
+    rows, model = rows_of(), make_llama().requires_grad_(False)
+    cache = SignalCache(model, rows, LAYERS, dtype, shard_rows=4, normalizers=True)
+    teacher = OnlineTeacher(model, LAYERS)
+    cache.build(cache.missing()[0], teacher, lambda: None)
+    assert cache.missing() == ([], [])
+    batch = collate(rows, [7, 0, 9], CPU)
+    signals = CachedTeacher(teacher, cache).signals(**vars(batch))
+    logits_BTV = model.lm_head(signals.hidden_BTH)
+    assert signals.log_sum_BT is not None
+    assert signals.argmax_BT is not None
+    torch.testing.assert_close(seen(signals.log_sum_BT, signals), seen(logits_BTV.logsumexp(-1).double(), signals))
+    assert torch.equal(seen(signals.argmax_BT, signals), seen(logits_BTV.argmax(-1), signals))
+    plain = SignalCache(model, rows, LAYERS, dtype, shard_rows=4)
+    assert plain.key != cache.key
+    plain.build(plain.missing()[0], teacher, lambda: None)
+    assert CachedTeacher(teacher, plain).signals(**vars(batch)).log_sum_BT is None
+
+
 def packed_rows(documents: list[list[int]]) -> Dataset:
     return rows_of(len(documents)).add_column("documents", documents)
 
@@ -168,7 +189,7 @@ def test_packed_rows_are_cached_as_the_target_sees_them_online() -> None:
         torch.testing.assert_close(seen(b, cached), seen(a, online), rtol=1e-5, atol=1e-5)
     for row, documents in enumerate(DOCUMENTS):
         parts = zip(
-            torch.tensor(rows[row]["input_ids"]).split(documents), cache.read([row])[0].split(documents), strict=True
+            torch.tensor(rows[row]["input_ids"]).split(documents), cache.read([row])[0][0].split(documents), strict=True
         )
         for ids_T, states_TW in parts:
             alone_TH = final_states(teacher.model, ids_T[None], torch.ones_like(ids_T[None]))[0]
@@ -236,7 +257,7 @@ def mapped() -> set[str]:
 def test_no_shard_stays_open_or_in_memory() -> None:
     cache, _ = built("bfloat16", rows_of())
     opened = set(os.listdir("/proc/self/fd"))
-    states_BTW = cache.read([1, 5, 9])
+    (states_BTW,) = cache.read([1, 5, 9])
     assert states_BTW.untyped_storage().nbytes() == states_BTW.nbytes, "these rows alone"
     assert not [name for name in mapped() if "shard-" in name]
     assert set(os.listdir("/proc/self/fd")) == opened
@@ -247,11 +268,11 @@ def test_rows_of_several_shards_come_with_zeros_after_them(dtype: str, monkeypat
     cache, _ = built(dtype, rows_of())
     monkeypatch.setattr(torch, "empty", lambda *shape, **kwargs: torch.full(shape, 7.0, **kwargs))
     rows = [6, 0, 9, 3]
-    read_BTW = cache.read(rows)
+    (read_BTW,) = cache.read(rows)
     assert read_BTW.shape[:2] == (4, max(cache.lengths[row] for row in rows))
     for row, states_TW in zip(rows, read_BTW.float(), strict=True):
         length = cache.lengths[row]
-        assert torch.equal(states_TW[:length], cache.read([row])[0].float())
+        assert torch.equal(states_TW[:length], cache.read([row])[0][0].float())
         assert states_TW[:length].abs().amax(-1).min() > 0
         assert not states_TW[length:].any()
 

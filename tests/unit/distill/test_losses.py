@@ -1,6 +1,7 @@
 """The chunked objectives give the plain formula's value and gradient, and never hold more than a chunk of logits."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from draftsmith.distill.losses import LOSSES
 from draftsmith.distill.objective import Objective
 from draftsmith.heads.base import DraftStates, TeacherSignals
+from draftsmith.heads.lm_head import LogitsHead, LogitsMap
 from draftsmith.train.estimate.fake_run import LiveBytes
 
 SUMMED = [kind for kind in LOSSES if kind != "accepted_length"]
@@ -51,6 +53,30 @@ def test_value_and_gradient_equal_the_plain_formula(kind: str, chunk: int) -> No
     assert sums.count_K.tolist() == counts
     for ours, plain in zip(gradients, torch.autograd.grad(expected, leaves), strict=True):
         torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("after", [LogitsMap(), LogitsMap(1.3, 2.0, torch.linspace(-1, 1, V, dtype=torch.float64))])
+@pytest.mark.parametrize("terms", [{"kl": 1.0}, {"tv": 0.5, "ce": 0.5, "label": 0.2}, {"accepted_length": 1.0}])
+def test_stored_normalizers_give_the_loss_of_all_logits(terms: dict[str, float], after: LogitsMap) -> None:
+    """With the sum of all exponentials, the rows of a draft vocabulary give p, the loss, its gradient and alpha."""
+    generator = torch.Generator().manual_seed(5)
+    signals, linear, unrolled, states = three_positions(generator)
+    lm_head = LogitsHead(linear, after)
+    tokens_D = torch.tensor([7, 0, 3, 12, 4])
+    head = nn.Linear(D, len(tokens_D)).double()
+    unrolled = [replace(entry, head=head, vocabulary_D=tokens_D) for entry in unrolled]
+    objective = Objective(mix=terms, chunk_tokens=4)
+
+    def results(given: TeacherSignals, used: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        sums = objective(unrolled, given, used)
+        return [sums.loss, sums.alpha_K, sums.match_K, *torch.autograd.grad(sums.loss, [*states, *head.parameters()])]
+
+    plain = results(signals, lm_head)
+    logits_BTV = lm_head(signals.hidden_BTH)
+    stored = replace(signals, log_sum_BT=logits_BTV.logsumexp(-1), argmax_BT=logits_BTV.argmax(-1))
+    linear.weight[[token for token in range(V) if token not in tokens_D]] = torch.nan  # these rows are not needed
+    for a, b in zip(results(stored, lm_head), plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
 def test_no_more_than_one_chunk_of_logits_is_alive() -> None:

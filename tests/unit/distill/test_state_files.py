@@ -143,7 +143,7 @@ def test_packed_rows_have_the_states_of_their_documents(tmp_path: Path) -> None:
     read = FileStates(files(vllm(tmp_path / "states", model, ids, (2, FINAL), torch.float32)), model, (2,), rows)
     for row, (a, b) in enumerate(pairs):
         alone = [states(model, one, (FINAL, 2)).flatten(1) for one in (a, b)]
-        torch.testing.assert_close(read.read([row])[0], torch.cat(alone), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(read.read([row])[0][0], torch.cat(alone), rtol=1e-5, atol=1e-5)
 
 
 def test_the_last_state_may_be_missing_and_no_other(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_the_last_state_may_be_missing_and_no_other(tmp_path: Path) -> None:
     assert rows["input_ids"] == ids[:-1]
     assert list(NOTES) == [f"talk.jsonl: 1 of 6 have no states in {tmp_path}/states: left out"]
     close(model, found, rows, (1,), 1e-4)
-    assert FileStates(found, model, (1,), rows).read([0])[0, -1].abs().max() == 0
+    assert FileStates(found, model, (1,), rows).read([0])[0][0, -1].abs().max() == 0
 
 
 def _refused(model: PreTrainedModel, found: StateFiles, layers: tuple[int, ...], ids: list[list[int]]) -> str:
