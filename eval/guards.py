@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from draftsmith.eval.context_bins import fall
 from draftsmith.eval.harness import CALIBRATION, Run
 from draftsmith.eval.prompts import OVERALL
 from draftsmith.eval.results import Guard, PlainSpeeds, Row
@@ -99,6 +100,9 @@ def _row_notes(row: Row) -> list[str]:
     spread = max(row["speedup_repeats"], default=0) - min(row["speedup_repeats"], default=0)
     if row["speedup"] and spread > 0.2 * row["speedup"]:
         found.append(f"{name}: repeats differ by {spread:.2f}x; other processes may have used the machine.")
+    falls = fall(row.get("by_context", []))
+    if falls is not None:
+        found.append(f"{name}: {falls}")
     equal, total = row.get("greedy_identical", [0, 0])
     if equal < total:
         found.append(

@@ -48,13 +48,24 @@ class TextRecord:
     overlap: float
     """Sum over the tested positions of sum_v min(p_v, q_v)."""
     overlaps: int
+    prompt_tokens: int = 0
+    """Length of the prompt, with earlier turns; 0 in journals of versions before 0.3."""
 
     @classmethod
     def of(cls, prompt: str, output: DecodeOutput) -> "TextRecord":
         tested, accepted = position_counts(output.rounds)
         overlaps = output.overlaps
         rounds = [OWN, *map(_kinds, output.rounds)]
-        return cls(prompt, list(output.tokens), rounds, tested, accepted, sum(overlaps), len(overlaps))
+        return cls(
+            prompt,
+            list(output.tokens),
+            rounds,
+            tested,
+            accepted,
+            sum(overlaps),
+            len(overlaps),
+            len(output.prompt_tokens),
+        )
 
     @property
     def decode_tokens(self) -> int:

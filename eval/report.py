@@ -185,6 +185,7 @@ def _values(evaluation: Evaluation) -> dict[str, Any]:
         "verdict": verdict(evaluation.rows),
         "overall": overall,
         "accepted": list(zip(overall, accepted, strict=True)),
+        "by_context": [row for row in overall if len(row.get("by_context", ())) > 1],
         "by_category": [row for row in evaluation.rows if row["category"] != OVERALL],
         "diagnostics": _diagnostics(evaluation.rows),
         "settings": asdict(evaluation.settings),

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, Field, FiniteFloat, PositiveInt
 from typing_extensions import TypedDict  # pydantic cannot read typing's before Python 3.12
 
 from draftsmith.errors import ConfigError
+from draftsmith.eval.context_bins import ContextBin, by_context
 from draftsmith.eval.journal import OURS, SCHEMA, Cell, PlainSpeeds, checked
 from draftsmith.eval.prompts import OVERALL
 from draftsmith.eval.settings import Settings
@@ -88,6 +89,7 @@ class Row(TypedDict):
     """At temperature 0: greedy texts that equal the target's own, and all of them."""
     first_divergence: NotRequired[DivergencePlace | None]
     diagnostics: NotRequired[Diagnostics]
+    by_context: NotRequired[list[ContextBin]]
 
 
 def series_of(cells: Sequence[Cell]) -> Series:
@@ -156,6 +158,7 @@ def row_of(
         "baseline_prefill_seconds": median(cell.prefill_seconds for cell in baseline),
         "decode_tokens": sum(text.decode_tokens for text in texts),
         "repeated_4grams": repeated_4grams([text.tokens for text in texts]),
+        "by_context": by_context(texts),
     }
     if row["temperature"] == 0:
         row["greedy_identical"], row["first_divergence"] = greedy_identity(baseline, speculative)

@@ -75,6 +75,10 @@ def test_html_stands_by_itself_and_shows_text_as_text(tmp_path: Path) -> None:
         "positions": [{"position": 1, "tokens": 12, "forward_kl": 0.25, "ece": 0.125, "cosine": None}],
         "cosine_correlation": 0.5,
     }
+    rows[0]["by_context"] = [
+        {"start": 0, "end": 128, "rounds": 70, "tau": 2.75, "accepted": 0.875},
+        {"start": 128, "end": 256, "rounds": 60, "tau": 1.25, "accepted": 0.125},
+    ]
     found = evaluation(rows, samples=[SAMPLE], guards=[{"guard": "dtype", "message": NASTY}], notes=[NASTY])
     write_report(found, tmp_path, title=NASTY)
     text = (tmp_path / "report.html").read_text()
@@ -97,6 +101,9 @@ def test_html_stands_by_itself_and_shows_text_as_text(tmp_path: Path) -> None:
         assert "Something is wrong" in report
         assert "(LOSSY)" in report
         assert "[1.40, 1.60]" in report
+        assert "By context length" in report
+        assert "128 to 255" in report
+        assert "2.75" in report
 
 
 SLOW = {"speedup": 0.8, "speedup_interval": [0.7, 0.9]}
