@@ -139,7 +139,8 @@ def test_the_right_convention_is_found(name: str, tmp_path: Path, tiny_tokenizer
     wrong, *others = readings_of(target, drafter, tiny_tokenizer)
     found = {reading.convention: reading for reading in others}
     assert found[convention].better, found
-    assert found[convention].alphas == pytest.approx(right.alphas)
+    shared = len(right.alphas)  # with the first position, a block proposes one token more
+    assert found[convention].alphas[:shared] == pytest.approx(right.alphas)
     _, line = self_test_lines([wrong, *others])
     assert f"with {convention}: config.json may mean" in line, "the best of those that are better"
     again = readings_of(target, drafter, tiny_tokenizer)[0]
