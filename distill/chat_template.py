@@ -20,11 +20,10 @@ from draftsmith.distill.messages import ASSISTANT, Message, with_arguments
 from draftsmith.distill.sources import Conversation, mask_spans
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.processor_inputs import ProcessorInputs, inputs_fingerprint
+from draftsmith.names import TEMPLATES
 from draftsmith.provenance import encoding_fingerprint, tokenizer_fingerprint
 from draftsmith.reading import read_text
 
-SHIPPED = ("vicuna",)
-"""Templates in distill/templates, for models whose tokenizer has none."""
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PLACEHOLDER = "\ue000"
 LARGEST_TEMPLATE = 2**20
@@ -69,7 +68,7 @@ class Chat:
     """A tokenizer with its chat template.
 
     Args:
-        template: replaces the tokenizer's template: a file, or one of `SHIPPED`.
+        template: replaces the tokenizer's template: a file, or one of `names.TEMPLATES`.
         options: arguments of the template besides the messages, such as `enable_thinking`.
         longest: most characters of a text; tokenising a longer one raises `TooLongText`.
         processor: the target's, for messages with images.
@@ -383,13 +382,13 @@ def _whole_numbers(values: Any) -> bool:
 
 
 def template_text(name: str) -> str:
-    """Return a chat template from a file or from `SHIPPED`; ConfigError if it cannot be read."""
-    if name in SHIPPED:
+    """Return a chat template from a file or from `names.TEMPLATES`; ConfigError if it cannot be read."""
+    if name in TEMPLATES:
         return files("draftsmith.distill").joinpath("templates", f"{name}.jinja").read_text(encoding="utf-8")
     try:
         return read_text(Path(name).expanduser(), LARGEST_TEMPLATE)
     except (OSError, ValueError) as error:
-        known = ", ".join(SHIPPED)
+        known = ", ".join(TEMPLATES)
         raise ConfigError(
             f"chat_template={name} cannot be read ({error}); expected a file, or one of {known}"
         ) from error

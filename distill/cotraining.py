@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.distill.alignment import LmHead, at_least_float32
-from draftsmith.distill.losses import Part, forward_kl, summed_loss
+from draftsmith.distill.losses import forward_kl
+from draftsmith.distill.objective import Part, summed_loss
 from draftsmith.errors import ConfigError
 from draftsmith.heads.hidden_states import final_states
 from draftsmith.heads.lm_head import logits_head

@@ -1,6 +1,5 @@
 """Load a target by name: the embedded one, a local folder, a GGUF file, or a Hub id."""
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +27,8 @@ from draftsmith.distill.embedded import embedded_target
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.model_config import eos_tokens
 from draftsmith.heads.untrusted import require_whole_model
-from draftsmith.names import EMBEDDED, check_target_name
+from draftsmith.names import EMBEDDED, check_attention, check_target_name
 
-FLASH = re.compile(r"flash_attention_\d|kernels-community/[\w.-]*flash[\w.-]*")
-"""Names of flash attention: of an installed package, or of a kernel on the Hub."""
 TOKENIZER_CONFIG = "tokenizer_config.json"
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -67,18 +64,6 @@ def bf16_is_fast(device: torch.device) -> bool:
         return torch.cuda.is_bf16_supported()
     supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
     return bool(supported and supported())
-
-
-def check_attention(key: str, name: str | None, dtype: str) -> None:
-    """Raise ConfigError, naming `key`, for an attention implementation that targets cannot use; nothing is loaded."""
-    if name is None or name in ("sdpa", "eager"):
-        return
-    if FLASH.fullmatch(name) is None:
-        raise ConfigError.of(
-            key, name, "sdpa, eager, flash_attention_2, flash_attention_3 or a flash attention of kernels-community"
-        )
-    if dtype == "float32":
-        raise ConfigError(f"{key}={name} with dtype=float32; expected bfloat16 or float16, which flash attention reads")
 
 
 def load_tokenizer(

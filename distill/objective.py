@@ -2,13 +2,16 @@
 
 All values are sums over this process's tokens. Only the training loop divides them, by the number of tokens in the
 global batch, so that the loss depends neither on padding nor on the number of processes.
+
+The logits of all tokens are never in memory at once: a part's gradient is computed with its loss. Recomputing parts in
+the backward pass would save as much memory and cost another forward pass of both lm_heads.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +34,8 @@ from draftsmith.distill.losses import (
     ACCEPTED_LENGTH,
     LOSSES,
     LossInputs,
-    Part,
     cross_entropy,
     overlap,
-    summed_loss,
     top_k_cross_entropy,
 )
 from draftsmith.errors import ConfigError
@@ -42,6 +43,71 @@ from draftsmith.heads.base import DraftStates, TeacherSignals
 from draftsmith.heads.lm_head import draft_rows_of
 
 # Shapes: N tokens, n tokens of a chunk, K draft positions, D draft vocabulary or drafter hidden size, E events.
+
+
+class Part(NamedTuple):
+    """Some tokens of one draft position, and their loss."""
+
+    source: int
+    """Index of the states that they belong to."""
+    place: slice
+    loss: Callable[[Tensor], Tensor]
+    """Maps the states [n, D] to the summed loss."""
+
+
+# Shapes: N tokens, n tokens of a part, D hidden size of the drafter.
+
+
+class _SummedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Iterable[Part], count: int, *tensors: Tensor) -> Tensor:
+        needed = ctx.needs_input_grad[2:]
+        summed = {index: torch.zeros_like(tensor) for index, tensor in enumerate(tensors) if needed[index]}
+        total = tensors[0].new_zeros((), dtype=torch.promote_types(tensors[0].dtype, torch.float32))
+        for part in parts:
+            total = total + _differentiate(part, count, tensors, summed)
+            del part  # its logits of the target, before the next ones are computed
+        ctx.gradients = [summed.get(index) for index in range(len(tensors))]
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        # In place: a head's gradient is as large as the head, and this is its only reference.
+        scaled = [None if gradient is None else gradient.mul_(gradients[0]) for gradient in ctx.gradients]
+        ctx.gradients = None
+        return None, None, *scaled
+
+
+def _differentiate(part: Part, count: int, tensors: Sequence[Tensor], summed: dict[int, Tensor]) -> Tensor:
+    """Return a part's loss, and add its gradients to `summed`; the first `count` tensors are states."""
+    wanted = [index for index in summed if index >= count or index == part.source]
+    with torch.enable_grad():
+        states_nD = tensors[part.source][part.place].detach().requires_grad_(part.source in summed)
+        loss = part.loss(states_nD)
+        inputs = [states_nD if index == part.source else tensors[index] for index in wanted]
+        gradients = torch.autograd.grad(loss, inputs, allow_unused=True) if inputs else ()
+    for index, gradient in zip(wanted, gradients, strict=True):
+        if gradient is not None and index == part.source:
+            summed[index][part.place] = gradient
+        elif gradient is not None:
+            summed[index] += gradient
+    return loss.detach()
+
+
+def summed_loss(parts: Iterable[Part], states: Sequence[Tensor], parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Return the sum of the parts' losses; each part is made, differentiated and freed before the next one.
+
+    There is one gradient for each tensor, however many draft positions share it. All states and parameters get a
+    gradient, also without any part, so that all processes build the same graph: ZeRO-2 reduces gradients in the order
+    in which each process computes them.
+
+    Args:
+        parts: made one after the other, without a gradient, while their sum is computed.
+        states: of each source, [N, D].
+        parameters: parameters that the losses read besides the states; those that are not listed get no gradient.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad and torch.is_grad_enabled()]
+    return _SummedLoss.apply(parts, len(states), *states, *dict.fromkeys(trained))
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,36 @@
-"""Names of targets, drafters and prompts as users write them, checked without loading anything."""
+"""Names of targets, drafters, prompts, policies and rules as users write them, checked without loading anything."""
 
+import os
 import re
+import sys
+from functools import cache
 from pathlib import Path
 
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, reason_of
 
 EMBEDDED = "embedded"
 LINES = (".jsonl", ".ndjson", ".jsonl.gz")
 TABLES = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
 KNOWN = (*LINES, ".json", ".txt", *TABLES)
 """Ends of the names of prompt files: of JSON lines, of tables, and all."""
+TEMPLATES = ("vicuna",)
+"""Chat templates in `distill/templates`."""
+DTYPES = ("float32", "bfloat16", "float16")
+"""Dtypes of a target."""
+POLICIES: dict[str, dict[str, type]] = {
+    "chain": {"draft_length": int},
+    "confidence": {"threshold": float, "draft_length": int},
+    "adaptive": {"draft_length": int},
+    "tree": {"widths": str},
+    "sampled-tree": {"width": int, "depth": int},
+    "best-first": {"size": int, "depth": int},
+    "optimal-tree": {"size": int, "depth": int, "top_k": int},
+}
+"""The settings of every policy, with their types; `decode/policies` has their constructors."""
+RULES = ("token", "block", "point-mass", "siblings-without-replacement", "traversal", "typical")
+"""Verification rules; `decode/verification.py` has their functions."""
+FLASH = re.compile(r"flash_attention_\d|kernels-community/[\w.-]*flash[\w.-]*")
+"""Names of flash attention: of an installed package, or of a kernel on the Hub."""
 GGUF = ".gguf"
 GGUF_MAGIC = b"GGUF"
 GGUF_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
@@ -20,35 +41,47 @@ def is_hub_gguf(name: str) -> bool:
     return name.endswith(GGUF) and name.count("/") == 2 and not name.startswith((".", "/", "~"))
 
 
-def check_target_name(name: str) -> None:
-    """Raise ConfigError if a name looks like a local path that does not exist, or is no readable GGUF file."""
+def check_target_name(name: str, key: str = "target") -> None:
+    """Raise ConfigError, naming `key`, for a local path that does not exist, or a GGUF file that cannot be read."""
     path = Path(name).expanduser()
     if name.endswith(GGUF) and not path.is_dir():
-        _check_gguf(name, path)
+        _check_gguf(name, path, key)
     elif name != EMBEDDED and (name.startswith((".", "/", "~")) or name.count("/") > 1) and not path.is_dir():
         raise ConfigError(
-            f"target={name}; expected 'embedded', an existing folder, a GGUF file or a Hub id; there is no such folder"
+            f"{key}={name}; expected 'embedded', an existing folder, a GGUF file or a Hub id; there is no such folder"
         )
 
 
-def _check_gguf(name: str, path: Path) -> None:
+def _check_gguf(name: str, path: Path, key: str) -> None:
     if is_hub_gguf(name) and not path.exists():
         return
     if not path.is_file():
-        raise ConfigError(f"target={name}; expected a GGUF file, and there is no such file")
+        raise ConfigError(f"{key}={name}; expected a GGUF file, and there is no such file")
     if GGUF_PART.search(name):
         raise ConfigError(
-            f"target={name} is one of several parts; expected one file (llama-gguf-split --merge joins them)"
+            f"{key}={name} is one of several parts; expected one file (llama-gguf-split --merge joins them)"
         )
     with path.open("rb") as file:
         if file.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
-            raise ConfigError(f"target={name} is not a GGUF file: it does not begin with {GGUF_MAGIC.decode()}")
+            raise ConfigError(f"{key}={name} is not a GGUF file: it does not begin with {GGUF_MAGIC.decode()}")
 
 
-def check_drafter_name(name: str) -> None:
-    """Raise ConfigError if a name begins as a local path does and no such folder exists."""
+def check_attention(key: str, name: str | None, dtype: str) -> None:
+    """Raise ConfigError, naming `key`, for an attention implementation that targets cannot use; nothing is loaded."""
+    if name is None or name in ("sdpa", "eager"):
+        return
+    if FLASH.fullmatch(name) is None:
+        raise ConfigError.of(
+            key, name, "sdpa, eager, flash_attention_2, flash_attention_3 or a flash attention of kernels-community"
+        )
+    if dtype == "float32":
+        raise ConfigError(f"{key}={name} with dtype=float32; expected bfloat16 or float16, which flash attention reads")
+
+
+def check_drafter_name(name: str, key: str = "drafter") -> None:
+    """Raise ConfigError, naming `key`, if a name begins as a local path does and no such folder exists."""
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
-        raise ConfigError(f"drafter={name}; expected a local folder or a Hub id; there is no such folder")
+        raise ConfigError(f"{key}={name}; expected a local folder or a Hub id; there is no such folder")
 
 
 def prompts_look_local(name: str) -> bool:
@@ -56,7 +89,54 @@ def prompts_look_local(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") != 1 or name.endswith(KNOWN)
 
 
-def check_prompts_name(name: str) -> None:
-    """Raise ConfigError if prompts are named by a file or a folder that does not exist."""
+def check_prompts_name(name: str, key: str = "prompts") -> None:
+    """Raise ConfigError, naming `key`, if prompts are named by a file or a folder that does not exist."""
     if name != EMBEDDED and prompts_look_local(name) and not Path(name).expanduser().exists():
-        raise ConfigError(f"prompts={name}; expected a file or a folder, and there is none")
+        raise ConfigError(f"{key}={name}; expected a file or a folder, and there is none")
+
+
+def check_template_name(name: str, key: str) -> None:
+    """Raise ConfigError, naming `key`, if a chat template is neither shipped nor a file."""
+    if name not in TEMPLATES and not Path(name).expanduser().is_file():
+        raise ConfigError(f"{key}={name}; expected a file, or one of {', '.join(TEMPLATES)}; there is no such file")
+
+
+def require_cached_without_hub(name: str, key: str) -> None:
+    """Where the Hub cannot be reached, use its cache without asking again; ConfigError if `name` is not in there.
+
+    The Hub's client would repeat each request five times, with growing pauses.
+    """
+    if name == EMBEDDED or Path(name).expanduser().exists() or name.endswith(GGUF):
+        return
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    why = "is not asked (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else _hub_problem(constants.ENDPOINT)
+    if why is None:
+        return
+    repo, _, revision = name.partition("@")
+    try:
+        cached = try_to_load_from_cache(repo, "config.json", revision=revision or None)
+    except HFValidationError as error:
+        raise ConfigError(f"{key}={name}; expected a local folder or a Hub id, and it is neither") from error
+    if not isinstance(cached, str):
+        raise ConfigError(f"{key}={name}: no such folder, not in the Hub's cache, and {constants.ENDPOINT} {why}")
+    if not constants.HF_HUB_OFFLINE:
+        print(f"note: {constants.ENDPOINT} {why}; what is cached is used", file=sys.stderr)
+        os.environ["HF_HUB_OFFLINE"], constants.HF_HUB_OFFLINE = "1", True
+
+
+@cache
+def _hub_problem(endpoint: str) -> str | None:
+    """Return why the Hub gives no answer, after a second try; None if it does."""
+    from huggingface_hub.utils import get_session
+
+    for again in (True, False):
+        try:
+            get_session().head(endpoint, timeout=5)
+        except Exception as error:  # of the client that huggingface_hub uses, httpx or requests
+            if not again:
+                return f"cannot be reached ({reason_of(error)})"
+        else:
+            return None
+    return None

@@ -269,6 +269,13 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def kept(out: Path) -> str:
+    """Return a clause about the measurements that the journal in `out` holds."""
+    lines = whole_lines(out / JOURNAL) if (out / JOURNAL).is_file() else []
+    count = sum("cell" in line for line in lines)
+    return f"{count} measurements are kept in {out / JOURNAL}" if count else "nothing was measured yet"
+
+
 def require_same_run(
     before: Mapping[str, Any], settings: Settings, out: Path, fingerprints: Mapping[str, Any] = {}
 ) -> None:

@@ -14,7 +14,7 @@ from draftsmith.decode.policies import check_policy
 from draftsmith.decode.sampling import Sampling, require_seed
 from draftsmith.decode.verification import rule_named
 from draftsmith.distill.chat_template import template_text
-from draftsmith.distill.load_target import DTYPES, check_attention, load_processor, load_target, load_tokenizer
+from draftsmith.distill.load_target import load_processor, load_target, load_tokenizer
 from draftsmith.errors import ConfigError
 from draftsmith.eval.prompts import Prompt, PromptRows
 from draftsmith.heads.base import Drafter
@@ -22,7 +22,7 @@ from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.heads.configs import is_named, parse_named
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.untrusted import local_folder, read_config
-from draftsmith.names import EMBEDDED, check_target_name
+from draftsmith.names import DTYPES, EMBEDDED, check_attention, check_target_name
 from draftsmith.safe_text import Terminal
 from draftsmith.storage import require_apart
 

@@ -6,7 +6,6 @@ import sys
 from draftsmith.errors import DraftsmithError
 from draftsmith.safe_text import printable
 from draftsmith.train.recipe import load_recipe
-from draftsmith.train.trainer import train
 
 
 def main(arguments: list[str]) -> int:
@@ -15,7 +14,11 @@ def main(arguments: list[str]) -> int:
         print("usage: accelerate launch -m draftsmith.train RECIPE [section.key=value ...]")
         return 0 if arguments else 2
     try:
-        train(load_recipe(arguments[0], arguments[1:]))
+        recipe = load_recipe(arguments[0], arguments[1:])
+        recipe.require_paths()
+        from draftsmith.train.trainer import train  # which imports torch
+
+        train(recipe)
     except DraftsmithError as error:
         print(printable(f"{type(error).__name__}: {error}"), file=sys.stderr)
         return 2

@@ -24,7 +24,7 @@ from draftsmith.distill.load_target import bf16_is_fast
 from draftsmith.distill.server.settings import require_client
 from draftsmith.distill.sources import EmptyConversation, conversation, read_source
 from draftsmith.errors import ConfigError
-from draftsmith.names import EMBEDDED, check_target_name, prompts_look_local
+from draftsmith.names import EMBEDDED, prompts_look_local
 from draftsmith.provenance import has_cxx_compiler
 from draftsmith.train.progress import Console
 from draftsmith.train.recipe import Recipe
@@ -73,15 +73,13 @@ def preflight(recipe: Recipe, *, training: bool) -> None:
         _require_compiler(recipe)
     if recipe.data.server is not None:
         require_client()
-    check_target_name(recipe.target.model)
+    recipe.require_paths()
     if recipe.target.quantization is not None:
         from draftsmith.distill.quantization import require_quantization
 
         require_quantization(recipe.target.quantization, recipe.target.dtype)
     if recipe.data.chat_template is not None:
         template_text(recipe.data.chat_template)
-    if recipe.teacher.kind == "files" and not Path(recipe.teacher.file or "").expanduser().is_dir():
-        raise ConfigError.of("teacher.file", recipe.teacher.file, "a folder of hidden states")
     for source in (recipe.data.prompts if recipe.teacher.kind != "logprobs" else None, recipe.evaluation.prompts):
         if source not in (None, EMBEDDED, SELF):
             _require_readable(source)

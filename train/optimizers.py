@@ -1,19 +1,23 @@
-"""The optimizers of a drafter by name: Muon for the matrices inside the layers with AdamW for the rest; AdamW alone."""
+"""The optimizers of a drafter by name: Muon for the matrices inside the layers with AdamW for the rest; AdamW alone.
+
+Importing this module does not import torch: recipes are checked against the names in `OPTIMIZERS`.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-
-from draftsmith.heads.base import TrainableDrafter
-
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from draftsmith.heads.base import TrainableDrafter
     from draftsmith.heads.start import InputSizes
 
-Optimizers = list[torch.optim.Optimizer]
-Sizes = dict[Tensor, "InputSizes"]
+Optimizers = list["torch.optim.Optimizer"]
+Sizes = dict["Tensor", "InputSizes"]
 """The sizes of what some weights of a drafter read."""
 BETAS = (0.9, 0.95)
 """AdamW's."""
@@ -31,13 +35,13 @@ class Trained:
     sizes: Sizes = field(default_factory=dict)
     """The sizes of the inputs of some weights, for which the rates hold as for inputs of ordinary sizes."""
     weight_decay: float = 0.0
-    dtype: torch.dtype = torch.float32
-    """Of Muon's matrix products."""
+    dtype: torch.dtype | None = None
+    """Of Muon's matrix products; None: float32."""
     adamw_ratio: float = 1.0
     """AdamW's rate for the weights beside Muon's relative to the drafter's rate."""
 
     @classmethod
-    def of(cls, drafter: TrainableDrafter, **values: Any) -> "Trained":
+    def of(cls, drafter: TrainableDrafter, **values: Any) -> Trained:
         weights = [weight for weight in drafter.parameters() if weight.requires_grad]
         outside = {id(weight) for weight in drafter.outside_layers()}
         return cls(weights, [w for w in weights if w.ndim == 2 and id(w) not in outside], **values)
@@ -45,6 +49,8 @@ class Trained:
 
 def muon(of: Trained) -> Optimizers:
     """Muon for the matrices inside the layers and AdamW for the rest, as Muon's authors recommend."""
+    import torch
+
     from draftsmith.distill.muon import Muon
 
     made: Optimizers = []
@@ -52,7 +58,7 @@ def muon(of: Trained) -> Optimizers:
         plain = [weight for weight in of.matrices if weight not in of.sizes]
         groups: list[dict[str, Any]] = [{"params": plain}] if plain else []
         groups += [{"params": [w], "columns": of.sizes[w].columns_F} for w in of.matrices if w in of.sizes]
-        made.append(Muon(groups, lr=0.0, weight_decay=of.weight_decay, dtype=of.dtype))
+        made.append(Muon(groups, lr=0.0, weight_decay=of.weight_decay, dtype=of.dtype or torch.float32))
     taken = {id(weight) for weight in of.matrices}
     rest = [weight for weight in of.weights if id(weight) not in taken]
     return made + _adamw(of, rest, MEASURED_TOTAL)
@@ -70,8 +76,10 @@ to the run's rate, times a group's `ratio` if it has one."""
 
 def adapters_optimizer(adapters: nn.ParameterList, ratio: float) -> torch.optim.Optimizer:
     """Return the AdamW of adapters on the target, at `ratio` times the drafter's rate."""
+    from torch.optim import AdamW
+
     group = {"params": list(adapters), "ratio": ratio}
-    return torch.optim.AdamW([group], lr=0.0, betas=BETAS, weight_decay=0.0, fused=True)
+    return AdamW([group], lr=0.0, betas=BETAS, weight_decay=0.0, fused=True)
 
 
 def _adamw(of: Trained, weights: list[nn.Parameter], ordinary: float | None) -> Optimizers:
@@ -86,6 +94,8 @@ def _adamw(of: Trained, weights: list[nn.Parameter], ordinary: float | None) -> 
         ordinary: the sum of a weight's absolute inputs at which the rate holds; None: the number of its inputs, since
             alone AdamW's rates fall with the width.
     """
+    from torch.optim import AdamW
+
     if not weights:
         return []
     plain = [weight for weight in weights if weight not in of.sizes]
@@ -95,4 +105,4 @@ def _adamw(of: Trained, weights: list[nn.Parameter], ordinary: float | None) -> 
             sizes = of.sizes[weight]
             share = min(1.0, (ordinary or len(sizes.columns_F)) / max(sizes.total, 1e-9))
             groups.append({"params": [weight], "ratio": of.adamw_ratio * share})
-    return [torch.optim.AdamW(groups, lr=0.0, betas=BETAS, weight_decay=of.weight_decay, fused=True)]
+    return [AdamW(groups, lr=0.0, betas=BETAS, weight_decay=of.weight_decay, fused=True)]

@@ -18,7 +18,7 @@ from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.dataset import length_statistics, read_examples
 from draftsmith.distill.detokenize import text_after
-from draftsmith.distill.load_target import check_attention, load_ends, load_target, load_tokenizer
+from draftsmith.distill.load_target import load_ends, load_target, load_tokenizer
 from draftsmith.distill.regeneration import (
     Sampler,
     response_folders,
@@ -31,6 +31,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.heads.model_config import context_limit, eos_tokens
 from draftsmith.locks import hold_name, require_cache
+from draftsmith.names import check_attention
 from draftsmith.provenance import tokenizer_fingerprint
 from draftsmith.safe_text import Terminal
 from draftsmith.storage import require_writable_file, write_text, writing

@@ -1,5 +1,6 @@
 """The recipe: every setting of a training run, read from YAML and checked before any work starts."""
 
+from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
@@ -13,6 +14,13 @@ from draftsmith.distill.data_section import SELF, DataSection
 from draftsmith.distill.server.settings import ServerSection
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.configs import DRAFTERS, AnyDrafterSection
+from draftsmith.names import (
+    check_attention,
+    check_drafter_name,
+    check_prompts_name,
+    check_target_name,
+    check_template_name,
+)
 from draftsmith.reading import parse_assignment, parse_yaml, read_text
 from draftsmith.train.recipe_sections import (
     CotrainSection,
@@ -75,9 +83,6 @@ class Recipe(Section):
         self._check_placement()
         self._check_schedule()
         if self.target.attn_implementation is not None:
-            # Imported here: parsing other recipes does not need torch.
-            from draftsmith.distill.load_target import check_attention
-
             check_attention("target.attn_implementation", self.target.attn_implementation, self.target.dtype)
         return self
 
@@ -181,6 +186,23 @@ class Recipe(Section):
                     "least 2 prompts, for an interval"
                 )
 
+    def require_paths(self) -> None:
+        """Raise ConfigError for a target, prompts, a teacher's file or a chat template that does not exist."""
+        check_target_name(self.target.model, "target.model")
+        prompts = {"data.prompts": self.data.prompts, "evaluation.prompts": self.evaluation.prompts}
+        if self.teacher.kind == "logprobs":
+            prompts |= {"data.prompts": None, "teacher.file": self.teacher.file}
+        for key, name in prompts.items():
+            if name not in (None, SELF):
+                check_prompts_name(name, key)
+        if self.teacher.kind == "files" and not Path(self.teacher.file or "").expanduser().is_dir():
+            raise ConfigError.of("teacher.file", self.teacher.file, "a folder of hidden states")
+        if self.data.chat_template is not None:
+            check_template_name(self.data.chat_template, "data.chat_template")
+        for key in ("start_from", "continue_from"):
+            if (name := getattr(self, key)) is not None:
+                check_drafter_name(name, key)
+
     def drafter_options(self) -> dict[str, Any]:
         """Return the keyword arguments of the drafter's `from_target`, without its draft vocabulary."""
         return self.drafter.model_dump(exclude={"type", "draft_vocab_size"})
@@ -237,6 +259,13 @@ def shipped_recipes() -> dict[str, str]:
     return texts
 
 
+def unknown_recipe(name: str, known: Iterable[str], others: str = "") -> ConfigError:
+    """Return the error for a name that is not among the `known` ones; it begins with the nearest of them."""
+    near = get_close_matches(name.removesuffix(".yaml").removeprefix("recipes/"), known, 1, cutoff=0.5)
+    hint = f"did you mean {near[0]}? Expected" if near else "expected"
+    return ConfigError(f"recipe={name}; {hint} {others}one of {', '.join(known)}")
+
+
 def load_recipe(source: str, overrides: list[str] | None = None) -> Recipe:
     """Read a recipe from a YAML file, or the shipped one of that name; `overrides` are `section.key=value` and win.
 
@@ -249,9 +278,7 @@ def load_recipe(source: str, overrides: list[str] | None = None) -> Recipe:
     elif source.removesuffix(".yaml").removeprefix("recipes/") in shipped:
         text = shipped[source.removesuffix(".yaml").removeprefix("recipes/")]
     else:
-        near = get_close_matches(source, shipped, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"recipe={source}; expected a YAML file or one of {', '.join(shipped)}{hint}")
+        raise unknown_recipe(source, shipped, "a YAML file or ")
     try:
         values = parse_yaml(text)
     except ValueError as error:

@@ -13,6 +13,7 @@ from draftsmith.decode.policies.chain import Chain, ConfidenceChain
 from draftsmith.decode.policies.static_tree import SampledTree, StaticTree, widths_shape
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
+from draftsmith.names import POLICIES
 from draftsmith.reading import parse_specification, specified_name
 
 
@@ -24,16 +25,16 @@ def _tree(*, widths: str = "3x2x1") -> StaticTree:
     return StaticTree(widths_shape(counts))
 
 
-KINDS: dict[str, tuple[Callable[..., Policy], dict[str, type]]] = {
-    "chain": (Chain, {"draft_length": int}),
-    "confidence": (ConfidenceChain, {"threshold": float, "draft_length": int}),
-    "adaptive": (AdaptiveChain, {"draft_length": int}),
-    "tree": (_tree, {"widths": str}),
-    "sampled-tree": (SampledTree, {"width": int, "depth": int}),
-    "best-first": (BestFirst, {"size": int, "depth": int}),
-    "optimal-tree": (OptimalTree, {"size": int, "depth": int, "top_k": int}),
+CONSTRUCTORS: dict[str, Callable[..., Policy]] = {
+    "chain": Chain,
+    "confidence": ConfidenceChain,
+    "adaptive": AdaptiveChain,
+    "tree": _tree,
+    "sampled-tree": SampledTree,
+    "best-first": BestFirst,
+    "optimal-tree": OptimalTree,
 }
-"""By name, the constructor of each policy and the types of its settings."""
+"""The constructor of each policy by name; `names.POLICIES` has the types of its settings."""
 PLANNED = ("adaptive", "optimal-tree")
 """Policies that plan with measured costs."""
 MAY_BRANCH = (SampledTree, BestFirst, OptimalTree)
@@ -52,8 +53,8 @@ def plans(text: str) -> bool:
 
 def policy_named(text: str, costs: Costs | None = None) -> Policy:
     """Return the policy that `text` names; `costs` are required by the policies in `PLANNED`."""
-    name, values = parse_specification("policy", text, {name: settings for name, (_, settings) in KINDS.items()})
-    make, _ = KINDS[name]
+    name, values = parse_specification("policy", text, POLICIES)
+    make = CONSTRUCTORS[name]
     return make(costs, **values) if name in PLANNED else make(**values)
 
 
@@ -66,7 +67,7 @@ def default_policy(drafter: Drafter) -> Policy:
 
 
 __all__ = [
-    "KINDS",
+    "CONSTRUCTORS",
     "AdaptiveChain",
     "BestFirst",
     "Chain",

@@ -27,8 +27,11 @@ from draftsmith.cli.options import (
     TopKOption,
     TopPOption,
     TrustOption,
+    at_least_one,
+    checked_drafters,
+    checked_policy,
     checked_recipe,
-    named_drafters,
+    not_negative,
     print_json,
     suggest,
     template_options,
@@ -146,13 +149,17 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
     target: TargetOption,
     drafter: Annotated[str | None, typer.Option("--drafter", help=DRAFTER_HELP)] = None,
-    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0,
-    gamma: Annotated[int | None, typer.Option("--gamma", help="Draft length; default: the drafter's own.")] = None,
-    policy: Annotated[str | None, typer.Option("--policy", help=POLICY_HELP)] = None,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.", callback=not_negative)] = 0.0,
+    gamma: Annotated[
+        int | None, typer.Option("--gamma", help="Draft length; default: the drafter's own.", callback=at_least_one)
+    ] = None,
+    policy: Annotated[str | None, typer.Option("--policy", help=POLICY_HELP, callback=checked_policy)] = None,
     rule: RuleOption = None,
     image: Annotated[list[str] | None, typer.Option("--image", help="Image before the prompt; repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="String that ends the text; repeatable.")] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Most tokens to generate.")] = 128,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", help="Most tokens to generate.", callback=at_least_one)
+    ] = 128,
     top_k: TopKOption = None,
     top_p: TopPOption = None,
     seed: SeedOption = 0,
@@ -163,7 +170,7 @@ def generate(
 ) -> None:
     """Stream the continuation of a prompt; accepted draft tokens are coloured."""
     if drafter is not None:
-        named_drafters([drafter])  # a folder that is missing is told before torch is imported
+        checked_drafters([drafter])  # a folder that is missing is told before torch is imported
     from draftsmith.cli.generate import GenerateRequest, stream
 
     request = GenerateRequest(
@@ -201,7 +208,7 @@ def demo(
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Serve a page on this machine that decodes a prompt with and without the drafter, side by side."""
-    drafters, options = named_drafters([drafter]), template_options(template_option)
+    drafters, options = checked_drafters([drafter]), template_options(template_option)
     from draftsmith.cli.demo import DemoRequest, serve
 
     request = DemoRequest(
@@ -223,7 +230,7 @@ def recipes(
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of recipes, for editors.")] = False,
 ) -> None:
     """List the shipped recipes, or print one."""
-    from draftsmith.train.recipe import Recipe, shipped_recipes
+    from draftsmith.train.recipe import Recipe, shipped_recipes, unknown_recipe
 
     if schema:
         return print_json(Recipe.model_json_schema())
@@ -233,7 +240,7 @@ def recipes(
             typer.echo(f"{recipe:32s} {text.splitlines()[0].lstrip('# ')}")
         return suggest("draftsmith", "recipes", "draft_model/any_prompts", to_stderr=True)
     if name not in shipped:
-        raise ConfigError(f"recipe={name}; expected one of {', '.join(shipped)}")
+        raise unknown_recipe(name, shipped)
     typer.echo(shipped[name], nl=False)
     suggest("draftsmith", "memory", name, to_stderr=True)
 
@@ -253,8 +260,8 @@ def main(arguments: list[str] | None = None) -> Any:
     except OSError as error:
         # For example a name that is too long, a folder without permission, a full disk.
         _leave(f"{type(error).__name__}: {reason_of(error)}")
-    except (KeyboardInterrupt, typer.Abort):
-        _leave("interrupted", 130)
+    except (KeyboardInterrupt, typer.Abort) as stop:
+        _leave(str(stop) or "interrupted", 130)
     except Exception as error:
         message = getattr(error, "format_message", None)  # errors of typer's parser
         if message is None:

@@ -23,8 +23,10 @@ from draftsmith.cli.options import (
     TopKOption,
     TopPOption,
     TrustOption,
+    at_least_one,
+    checked_drafters,
+    checked_policy,
     measuring,
-    named_drafters,
     print_json,
     suggest,
     template_options,
@@ -47,10 +49,17 @@ def check(
     prompts: PromptsOption = "embedded",
     count: CountOption = 12,
     temperature: TemperaturesOption = None,
-    gamma: Annotated[int | None, typer.Option("--gamma", help="Draft length; default: each drafter's own.")] = None,
-    policy: Annotated[list[str] | None, typer.Option("--policy", help="As for `draftsmith eval`; repeatable.")] = None,
+    gamma: Annotated[
+        int | None, typer.Option("--gamma", help="Draft length; default: each drafter's own.", callback=at_least_one)
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option("--policy", help="As for `draftsmith eval`; repeatable.", callback=checked_policy),
+    ] = None,
     rule: RuleOption = None,
-    tokens: Annotated[int, typer.Option("--tokens", help="Tokens to sample; as many for the control.")] = 10_000,
+    tokens: Annotated[
+        int, typer.Option("--tokens", help="Tokens to sample; as many for the control.", callback=at_least_one)
+    ] = 10_000,
     top_k: TopKOption = None,
     top_p: TopPOption = None,
     seed: SeedOption = 0,
@@ -67,7 +76,7 @@ def check(
     """Test that decoding with drafters is lossless. Exit code 0: lossless, 1: lossy, 3: inconclusive."""
     if tokens < LEAST_TOKENS:  # before torch is imported
         raise ConfigError.of("tokens", tokens, f">= {LEAST_TOKENS}")
-    drafters = named_drafters(drafter)
+    drafters = checked_drafters(drafter)
     from draftsmith.eval.lossless.check import CheckSettings
 
     settings = CheckSettings(

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 data_app = typer.Typer(
     help="Preview samples, sample responses from a target, prepare a recipe's data.", no_args_is_help=True
 )
-SourceArgument = Annotated[
+PromptsArgument = Annotated[
     str,
     typer.Argument(help="A file or folder (JSONL, JSON, Parquet, text), or a Hub data set.", callback=checked_prompts),
 ]
@@ -60,7 +60,7 @@ FailuresOption = Annotated[
 
 @data_app.command(name="preview")
 def data_preview(
-    source: SourceArgument,
+    prompts: PromptsArgument,
     target: TargetOption,
     response: Annotated[str, typer.Option("--response", help="'text' or 'target' (only prompts).")] = "text",
     show: Annotated[int, typer.Option("--show", help="Samples to print.")] = 3,
@@ -76,7 +76,7 @@ def data_preview(
     """Show samples with their trained tokens highlighted, and the distribution of lengths."""
     variables = template_options(template_option)
     data = _section(
-        prompts=source,
+        prompts=prompts,
         response=response,
         count=count,
         prompt_tokens=prompt_tokens,
@@ -90,12 +90,12 @@ def data_preview(
 
     preview(target, data, show=show, trust_remote_code=trust_remote_code)
     given = {"subset": subset, "split": split if split != "train" else None, "chat_template": chat_template}
-    _suggest_recipe(target, source, response, {key: value for key, value in given.items() if value is not None})
+    _suggest_recipe(target, prompts, response, {key: value for key, value in given.items() if value is not None})
 
 
 @data_app.command(name="regenerate")
 def data_regenerate(
-    source: SourceArgument,
+    prompts: PromptsArgument,
     target: TargetOption,
     out: Annotated[Path, typer.Option("--out", help="JSONL file to write.")],
     drafter: Annotated[str | None, typer.Option("--drafter", help="Speeds up sampling losslessly.")] = None,
@@ -131,7 +131,7 @@ def data_regenerate(
     if responses > 1 and temperature == 0:
         raise ConfigError(f"--responses {responses} with --temperature 0, which gives the same text again; expected 1")
     data = _section(
-        prompts=source,
+        prompts=prompts,
         count=count,
         prompt_tokens=prompt_tokens,
         response_tokens=response_tokens,

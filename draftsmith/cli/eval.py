@@ -26,10 +26,12 @@ from draftsmith.cli.options import (
     TopKOption,
     TopPOption,
     TrustOption,
+    at_least_one,
+    checked_drafters,
+    checked_policy,
     checked_prompts,
     checked_target,
     measuring,
-    named_drafters,
     print_json,
     suggest,
     template_options,
@@ -55,10 +57,15 @@ PromptsOption = Annotated[
 ]
 DraftLengthsOption = Annotated[
     list[int] | None,
-    typer.Option("--gamma", help="Draft length of a chain; repeatable; default: each drafter's own."),
+    typer.Option(
+        "--gamma", help="Draft length of a chain; repeatable; default: each drafter's own.", callback=at_least_one
+    ),
 ]
 PoliciesOption = Annotated[
-    list[str] | None, typer.Option("--policy", help=POLICY_HELP + " Repeatable; NAME=POLICY is for one drafter.")
+    list[str] | None,
+    typer.Option(
+        "--policy", help=POLICY_HELP + " Repeatable; NAME=POLICY is for one drafter.", callback=checked_policy
+    ),
 ]
 OutOption = Annotated[Path, typer.Option("--out", help="Folder for the report; the same command continues a run.")]
 
@@ -77,10 +84,14 @@ def evaluate(
     batch_size: BatchSizesOption = None,
     rule: RuleOption = None,
     count: CountOption = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Most new tokens per turn.")] = 96,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", help="Most new tokens per turn.", callback=at_least_one)
+    ] = 96,
     top_k: TopKOption = None,
     top_p: TopPOption = None,
-    repeats: Annotated[int, typer.Option("--repeats", help="Times that every text is decoded.")] = 3,
+    repeats: Annotated[
+        int, typer.Option("--repeats", help="Times that every text is decoded.", callback=at_least_one)
+    ] = 3,
     seed: SeedOption = 0,
     chat_template: TemplateOption = None,
     template_option: TemplateOptionsOption = None,
@@ -99,7 +110,7 @@ def evaluate(
         raise ConfigError("--target is missing; expected 'embedded', a local folder or a Hub id")
     if not drafter:
         raise ConfigError("--drafter is missing; expected at least one")
-    drafters = named_drafters(drafter)  # before torch is imported
+    drafters = checked_drafters(drafter)  # before torch is imported
     from draftsmith.eval.settings import Settings
 
     settings = Settings(
@@ -132,10 +143,14 @@ def evaluate(
 def _measure(settings: "Settings", drafters: list[str], out: Path, *, as_json: bool, trust_remote_code: bool) -> None:
     """Measure, and print the results and what may follow."""
     from draftsmith.eval.evaluation import measure, show
+    from draftsmith.eval.journal import kept
     from draftsmith.train.run_folder import metrics_of
 
     title, runs = f"Drafters for {settings.target}", metrics_of(settings.drafters)
-    evaluation = measure(settings, out, title=title, runs=runs, trust_remote_code=trust_remote_code)
+    try:
+        evaluation = measure(settings, out, title=title, runs=runs, trust_remote_code=trust_remote_code)
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(f"interrupted; {kept(out)}, and the same command continues") from stop
     if as_json:
         return print_json(evaluation.as_json())
     show(evaluation, out)
@@ -156,16 +171,23 @@ def serve(
         typer.Option("--baseline", help="Address of a server without a drafter, or an eval.json measured on one."),
     ] = None,
     concurrency: Annotated[
-        list[int] | None, typer.Option("--concurrency", help="Requests at a time; repeatable; default: 1, 2 and 4.")
+        list[int] | None,
+        typer.Option(
+            "--concurrency", help="Requests at a time; repeatable; default: 1, 2 and 4.", callback=at_least_one
+        ),
     ] = None,
     prompts: PromptsOption = "embedded",
     subset: SubsetOption = None,
     split: SplitOption = "train",
     temperature: TemperaturesOption = None,
     count: CountOption = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Most new tokens per turn.")] = 96,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", help="Most new tokens per turn.", callback=at_least_one)
+    ] = 96,
     top_p: TopPOption = None,
-    repeats: Annotated[int, typer.Option("--repeats", help="Times that every text is asked for.")] = 3,
+    repeats: Annotated[
+        int, typer.Option("--repeats", help="Times that every text is asked for.", callback=at_least_one)
+    ] = 3,
     seed: SeedOption = 0,
     chat_template: TemplateOption = None,
     template_option: TemplateOptionsOption = None,
@@ -221,6 +243,9 @@ def compare(
     ] = None,
 ) -> None:
     """Compare drafters prompt by prompt, with 95 % intervals of the ratio of their speeds."""
+    for folder in (first, second):
+        if folder is not None and not folder.exists():  # before torch is imported
+            raise ConfigError(f"{folder}; expected an eval.json or the folder of one, and there is none")
     from draftsmith.eval.compare import compare_evaluations, comparison_table
     from draftsmith.eval.prompts import OVERALL
     from draftsmith.eval.results import frozen_rows, read_evaluation

@@ -21,8 +21,11 @@ from draftsmith.cli.options import (
     TopKOption,
     TopPOption,
     TrustOption,
+    at_least_one,
+    checked_drafters,
+    checked_policy,
+    checked_rule,
     measuring,
-    named_drafters,
     print_json,
     suggest,
     template_options,
@@ -36,16 +39,22 @@ def forecast(
     prompts: PromptsOption = "embedded",
     temperature: TemperaturesOption = None,
     max_draft_length: Annotated[
-        int, typer.Option("--max-draft-length", help="Longest chain of draft tokens to compare.")
+        int, typer.Option("--max-draft-length", help="Longest chain of draft tokens to compare.", callback=at_least_one)
     ] = 8,
     policy: Annotated[
         list[str] | None,
-        typer.Option("--policy", help="Other policy to compare; repeatable; default: a few trees."),
+        typer.Option(
+            "--policy", help="Other policy to compare; repeatable; default: a few trees.", callback=checked_policy
+        ),
     ] = None,
-    rule: Annotated[str | None, typer.Option("--rule", help="Verification rule of chains; default: block.")] = None,
+    rule: Annotated[
+        str | None, typer.Option("--rule", help="Verification rule of chains; default: block.", callback=checked_rule)
+    ] = None,
     batch_size: BatchSizesOption = None,
     count: CountOption = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Most new tokens per prompt.")] = 96,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", help="Most new tokens per prompt.", callback=at_least_one)
+    ] = 96,
     top_k: TopKOption = None,
     top_p: TopPOption = None,
     profile: Annotated[
@@ -75,7 +84,7 @@ def forecast(
     as_json: JsonOption = False,
 ) -> None:
     """Predict acceptance, tau, speedup and the best policy of drafters without decoding with them."""
-    drafters = named_drafters(drafter)  # before torch is imported
+    drafters = checked_drafters(drafter)  # before torch is imported
     from draftsmith.eval.forecast.forecast import PLAIN, ForecastSettings
     from draftsmith.eval.forecast.run import ForecastFiles, run, show
     from draftsmith.eval.forecast.served import ServedRequest

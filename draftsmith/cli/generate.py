@@ -1,6 +1,8 @@
 """`draftsmith generate`: streamed text whose colours show which tokens the drafter proposed."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +51,16 @@ def _summary(out: DecodeOutput) -> str:
     )
 
 
+@contextmanager
+def _interruptible(console: Terminal) -> Iterator[None]:
+    """End the line of the text on Ctrl-C, and say that nothing is stored."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        console.print()
+        raise KeyboardInterrupt("interrupted; nothing is stored, and the same command begins again") from stop
+
+
 def stream(prompt: str, request: GenerateRequest, *, trust_remote_code: bool) -> None:
     """Decode `prompt` and print the text as it is decoded; the summary is printed to stderr."""
     require_valid(request, counts={"gamma": [request.draft_length], "max-new-tokens": [request.max_new_tokens]})
@@ -86,7 +98,10 @@ def stream(prompt: str, request: GenerateRequest, *, trust_remote_code: bool) ->
             console.print(Text(text.add(token), style=DRAFTED if place < drafted else OWN), end="")
         sys.stdout.flush()
 
-    with threads(fastest_threads(session.target, ids[-PROBE_PROMPT:], PROBE_TOKENS)):
+    with (
+        _interruptible(console),
+        threads(fastest_threads(session.target, ids[-PROBE_PROMPT:], PROBE_TOKENS)),
+    ):
         out = decoder.generate(
             ids,
             inputs=inputs,

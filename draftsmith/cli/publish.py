@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from draftsmith.cli.options import TargetOption, TrustOption, measuring, suggest
+from draftsmith.cli.options import TargetOption, TrustOption, at_least_one, measuring, suggest
 from draftsmith.errors import DraftsmithError
 from draftsmith.safe_text import printable
 
@@ -49,7 +49,9 @@ def import_(
     out: OutOption,
     draft_length: Annotated[
         int | None,
-        typer.Option("--gamma", help="Draft length to store; by default the published one, or 3."),
+        typer.Option(
+            "--gamma", help="Draft length to store; by default the published one, or 3.", callback=at_least_one
+        ),
     ] = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Revision of the target on the Hub.")] = None,
     trust_remote_code: TrustOption = False,

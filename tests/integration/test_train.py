@@ -372,7 +372,7 @@ def test_bad_files_stop_a_run_before_the_target_is_loaded(
     with pytest.raises(ConfigError, match="there is none"):
         loop.train(load_recipe(str(recipe_file), [f"data.prompts={tmp_path / 'absent.jsonl'}"]))
     prompts.write_text('{"prompt": "ab"}\n')
-    with pytest.raises(ConfigError, match=r"chat_template=vicunna cannot be read .*expected a file, or one of vicuna"):
+    with pytest.raises(ConfigError, match=r"data.chat_template=vicunna; expected a file, or one of vicuna"):
         loop.train(load_recipe(str(recipe_file), ["data.chat_template=vicunna"]))
     assert not (tmp_path / "run").exists()
 

@@ -8,13 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from draftsmith.cli import main
 from draftsmith.cli.options import named_drafters, template_options
 from draftsmith.cli.quickstart import chosen
+from draftsmith.decode.policies import CONSTRUCTORS
+from draftsmith.decode.verification import RULES as rules_of_the_decoder
 from draftsmith.errors import ConfigError
 from draftsmith.eval.settings import PairSettings, require_valid
 from draftsmith.heads.untrusted import local_folder
+from draftsmith.names import POLICIES, RULES, require_cached_without_hub
 from draftsmith.train.recipe import shipped_recipes
 
 
@@ -28,15 +32,15 @@ def _run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--gamma", "0"], "ConfigError: gamma=0; expected >= 1"),
-        (["--temperature", "-1"], "ConfigError: temperature=-1.0; expected >= 0"),
+        (["--gamma", "0"], "ConfigError: --gamma=0; expected >= 1"),
+        (["--temperature", "-1"], "ConfigError: --temperature=-1.0; expected >= 0"),
         (["--temperature", "1", "--temperature", "1"], "ConfigError: temperature=[1.0, 1.0]; expected each only once"),
-        (["--max-new-tokens", "0"], "ConfigError: max_new_tokens=0; expected >= 1"),
+        (["--max-new-tokens", "0"], "ConfigError: --max-new-tokens=0; expected >= 1"),
         (["--repeats", "1001"], "ConfigError: repeats=1001; expected at most 1000"),
-        (["--dtype", "int3"], "ConfigError: dtype='int3'; expected one of float32"),
-        (["--prompts", "absent.jsonl"], "ConfigError: prompts=absent.jsonl; expected a file or a folder"),
-        (["--top-p", "2"], "ConfigError: top_p=2.0; expected a number above 0"),
-        (["--drafter", "d"], "ConfigError: drafter=d: the name 'd' is taken"),
+        (["--dtype", "int3"], "ConfigError: --dtype=int3; expected one of float32"),
+        (["--prompts", "absent.jsonl"], "ConfigError: --prompts=absent.jsonl; expected a file or a folder"),
+        (["--top-p", "2"], "ConfigError: --top-p=2.0; expected >= 0"),
+        (["--drafter", "suffix"], "ConfigError: drafter=suffix: the name 'suffix' is taken"),
         (["--seed", "1" + "0" * 23], f"ConfigError: seed=1{'0' * 23}; expected >= 0 and at most 4294967295"),
         (["--policy", "best-first:size=100000"], "ConfigError: size=100000; expected at most 1024"),
     ],
@@ -44,7 +48,7 @@ def _run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]
 def test_bad_evaluations_stop_early(
     options: list[str], message: str, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
-    arguments = ["eval", "--target", "embedded", "--drafter", "d", "--out", str(tmp_path / "out"), *options]
+    arguments = ["eval", "--target", "embedded", "--drafter", "suffix", "--out", str(tmp_path / "out"), *options]
     code, _, err = _run(capsys, *arguments)
     assert code == 2
     assert err.startswith(message)
@@ -54,7 +58,7 @@ def test_bad_evaluations_stop_early(
 
 def test_bad_generation_and_training_stop_early(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     assert _run(capsys, "generate", "x", "--target", str(tmp_path / "a" / "b"))[0] == 2
-    absent, asked = "user/absent", tmp_path / "p.jsonl"
+    absent, asked = "embedded", tmp_path / "p.jsonl"
     asked.write_text("")
     assert _run(capsys, "generate", "x", "--target", "embedded", "--temperature", "-2")[0] == 2
     seed, out = f"{10**23}", str(tmp_path / "out")
@@ -62,8 +66,8 @@ def test_bad_generation_and_training_stop_early(capsys: pytest.CaptureFixture, t
     for command in (
         ["generate", "x", "--target", absent, "--seed", seed],
         [*regenerate, "--seed", seed],
-        ["forecast", "--target", absent, "--drafter", "d", "--seed", seed],
-        ["check", "--target", absent, "--drafter", "d", "--seed", seed],
+        ["forecast", "--target", absent, "--drafter", "suffix", "--seed", seed],
+        ["check", "--target", absent, "--drafter", "suffix", "--seed", seed],
         ["train", "quickstart/mtp", f"train.seed={seed}"],
     ):
         code, _, err = _run(capsys, *command)
@@ -73,7 +77,7 @@ def test_bad_generation_and_training_stop_early(capsys: pytest.CaptureFixture, t
         ([*regenerate, "--count", "0"], "--count=0"),
         ([*regenerate, "--response-tokens", "-1"], "--response-tokens=-1"),
         (["data", "preview", str(asked), "--target", absent, "--prompt-tokens", "0"], "--prompt-tokens=0"),
-        (["generate", "x", "--target", absent, "--max-new-tokens", "0"], "max-new-tokens=0"),
+        (["generate", "x", "--target", absent, "--max-new-tokens", "0"], "--max-new-tokens=0"),
     ):
         code, _, err = _run(capsys, *command)
         assert (code, err) == (2, f"ConfigError: {option}; expected >= 1\n")
@@ -111,31 +115,88 @@ def test_recipes_are_listed_and_printed(capsys: pytest.CaptureFixture) -> None:
     assert (out, err) == (shipped_recipes()["quickstart/mtp"], "next: draftsmith memory quickstart/mtp\n")
 
 
-def test_help_and_mistakes_in_names_load_no_torch(tmp_path: Path) -> None:
-    """They are told in less than a second of processor time, of which torch and transformers would take many."""
-    suffix = ["--target", "embedded", "--drafter", "suffix"]
-    commands = [
-        ["--help"],
-        ["data", "preview", "nosuch.jsonl", "--target", "embedded"],
-        ["eval", "--target", "./nosuch", "--drafter", "suffix"],
-        ["eval", "--target", "embedded", "--drafter", "./nosuch"],
-        ["eval", *suffix, "--prompts", "nosuch.jsonl"],
-        ["check", *suffix, "--tokens", "120"],
-        ["forecast", *suffix, "--prompts", "./nosuch"],
-        ["generate", "x", "--target", "nosuch.gguf"],
-        ["generate", "x", *suffix[:2], "--drafter", "./nosuch"],
-        ["forecast", *suffix[:2], "--drafter", "./nosuch"],
-        ["push", "nosuch", "user/name"],
-    ]
+SUFFIX = ["--target", "embedded", "--drafter", "suffix"]
+MISTAKES: dict[str, list[str]] = {
+    "prompts=nosuch.jsonl; expected a file": ["data", "preview", "nosuch.jsonl", "--target", "embedded"],
+    "--target=./nosuch; expected 'embedded'": ["eval", "--target", "./nosuch", "--drafter", "suffix"],
+    "--drafter=./nosuch; expected a local": ["eval", *SUFFIX, "--drafter", "./nosuch"],
+    "--drafter=user/nosuch: no such folder, not in": ["eval", *SUFFIX, "--drafter", "user/nosuch"],
+    "--drafter=./no/where; expected a local": ["check", *SUFFIX, "--drafter", "hybrid:drafter=./no/where"],
+    "--target=user/nosuch: no such folder, not in": ["generate", "x", "--target", "user/nosuch"],
+    "--prompts=nosuch.jsonl; expected a file": ["eval", *SUFFIX, "--prompts", "nosuch.jsonl"],
+    "--gamma=0; expected >= 1": ["eval", *SUFFIX, "--gamma", "0"],
+    "--temperature=-1.0; expected >= 0": ["check", *SUFFIX, "--temperature", "-1"],
+    "--max-new-tokens=0; expected >= 1": ["generate", "x", "--target", "embedded", "--max-new-tokens", "0"],
+    "--top-p=2.0; expected >= 0 and at most 1": ["eval", *SUFFIX, "--top-p", "2"],
+    "--dtype=int3; expected one of float32": ["eval", *SUFFIX, "--dtype", "int3"],
+    "--policy='dense'; expected one of chain": ["eval", *SUFFIX, "--policy", "suffix=dense"],
+    "--rule=luck; expected one of token": ["check", *SUFFIX, "--rule", "luck"],
+    "--attn-implementation='fast'; expected sdpa": ["eval", *SUFFIX, "--attn-implementation", "fast"],
+    "--chat-template=nosuch; expected a file": ["eval", *SUFFIX, "--chat-template", "nosuch"],
+    "tokens=120; expected >= 500": ["check", *SUFFIX, "--tokens", "120"],
+    "--prompts=./nosuch; expected a file": ["forecast", *SUFFIX, "--prompts", "./nosuch"],
+    "--target=nosuch.gguf; expected a GGUF file": ["generate", "x", "--target", "nosuch.gguf"],
+    "nosuch; expected an eval.json": ["eval", "compare", "nosuch"],
+    "path 'nosuch' does not exist": ["push", "nosuch", "user/name"],
+    "recipe=quickstart/mpt; did you mean quickstart/mtp?": ["train", "quickstart/mpt"],
+    "recipe=eagle3/embeded; did you mean eagle3/embedded?": ["recipes", "eagle3/embeded"],
+    "did you mean train.steps?": ["train", "quickstart/mtp", "train.stepz=1"],
+    "objective.kind='kll'; expected 'kl'": ["memory", "quickstart/mtp", "objective.kind=kll"],
+    "train.optimizer='sgd'; expected 'adamw'": ["train", "quickstart/mtp", "train.optimizer=sgd"],
+    "data.prompts=nosuch.jsonl; expected a file": ["data", "prepare", "quickstart/mtp", "data.prompts=nosuch.jsonl"],
+    "evaluation.prompts=./a; expected a file": ["train", "quickstart/mtp", "evaluation.prompts=./a"],
+    "target.model=./nosuch; expected 'embedded'": ["memory", "quickstart/mtp", "target.model=./nosuch"],
+    "data.chat_template=nosuch; expected a file": ["train", "quickstart/mtp", "data.chat_template=nosuch"],
+    "start_from=./nosuch; expected a local folder": ["train", "quickstart/mtp", "start_from=./nosuch"],
+}
+"""Commands by a part of the error."""
+
+
+def test_help_and_mistakes_load_no_torch(tmp_path: Path) -> None:
+    """They take less than a second of processor time, of which torch and transformers would take many."""
     program = "import sys; from draftsmith.cli import main\n"
-    for command in commands:
-        program += (
-            f"try: main({command})\nexcept SystemExit as stop: assert stop.code == {2 * (command != ['--help'])}\n"
-        )
+    for command in (["--help"], *MISTAKES.values()):
+        code = 2 * (command != ["--help"])
+        program += f"try: main({command})\nexcept SystemExit as stop: assert stop.code == {code}, {command}\n"
         program += f"assert 'torch' not in sys.modules, {command}\n"
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    program += "from draftsmith.train.__main__ import main as launched\n"
+    program += "assert launched(['quickstart/mtp', 'target.model=./a']) == 2 and 'torch' not in sys.modules"
+    values = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, env=values)
     assert done.returncode == 0, done.stderr
-    assert len(done.stderr.splitlines()) == len(commands) - 1, "a line each"
+    for line, expected in zip(done.stderr.splitlines(), [*MISTAKES, "target.model=./a; expected"], strict=True):
+        assert expected in line
+
+
+def test_names_of_options_are_those_of_the_code() -> None:
+    assert list(POLICIES) == list(CONSTRUCTORS)
+    assert list(RULES) == list(rules_of_the_decoder)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_an_unreachable_hub_is_asked_twice(
+    cached: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    file = tmp_path / "models--user--name" / "snapshots" / "abc" / "config.json"
+    if cached:
+        file.parent.mkdir(parents=True)
+        file.write_text("{}")
+        refs = tmp_path / "models--user--name" / "refs"
+        refs.mkdir()
+        (refs / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path), raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    if cached:
+        require_cached_without_hub("user/name", "--target")
+        assert constants.HF_HUB_OFFLINE
+        assert capsys.readouterr().err.count("http://127.0.0.1:9 cannot be reached") == 1
+    else:
+        with pytest.raises(ConfigError, match=r"--target=user/name: no such folder.*127.0.0.1:9 cannot be reached"):
+            require_cached_without_hub("user/name", "--target")
+        assert capsys.readouterr().err == ""
 
 
 def test_without_arguments_the_loop_is_shown(capsys: pytest.CaptureFixture) -> None:

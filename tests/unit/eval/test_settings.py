@@ -37,14 +37,17 @@ def refused(capsys: pytest.CaptureFixture, tmp_path: Path) -> Refused:
         (command, options, message)
         for options, message in (
             (["--policy", "chains"], "policy='chains'; expected one of"),
-            (["--rule", "best"], "rule='best'; expected one of token"),
+            (["--rule", "best"], "--rule=best; expected one of token"),
             (["--temperature", "-1"], "temperature=-1.0; expected >= 0"),
             (["--temperature", "1", "--temperature", "1"], "temperature=[1.0, 1.0]; expected each only once"),
-            (["--dtype", "float8"], "dtype='float8'; expected one of float32"),
+            (["--dtype", "float8"], "--dtype=float8; expected one of float32"),
             (["--seed", "-1"], "seed=-1; expected >= 0"),
             (["--count", "0"], "count=0; expected >= 1"),
-            (["--attn-implementation", "flex"], "attn_implementation='flex'; expected sdpa, eager, flash_attention_2"),
-            (["--chat-template", "nowhere"], "chat_template=nowhere cannot be read"),
+            (
+                ["--attn-implementation", "flex"],
+                "--attn-implementation='flex'; expected sdpa, eager, flash_attention_2",
+            ),
+            (["--chat-template", "nowhere"], "--chat-template=nowhere; expected a file"),
             (["--template-option", "x"], "--template-option x; expected key=value"),
             (["--drafter", "suffix:min=3"], "'min=3'; expected suffix:KEY=VALUE"),
         )
@@ -53,7 +56,7 @@ def refused(capsys: pytest.CaptureFixture, tmp_path: Path) -> Refused:
     + [
         ("eval", ["--gamma", "0"], "gamma=0; expected >= 1"),
         ("eval", ["--gamma", "2", "--gamma", "2"], "gamma=[2, 2]; expected each only once"),
-        ("eval", ["--batch-size", "0"], "batch_size=0; expected >= 1"),
+        ("eval", ["--batch-size", "0"], "--batch-size=0; expected >= 1"),
         ("check", ["--tokens", "10"], "tokens=10; expected >= 500"),
         ("check", ["--gamma", "3", "--policy", "adaptive"], "gamma=3 and policy=adaptive; expected one of the two"),
         ("forecast", ["--max-draft-length", "0"], "max-draft-length=0; expected >= 1"),
@@ -79,8 +82,8 @@ def test_options_are_refused_before_anything_is_loaded(
     ("prompt", "drafter", "message"),
     [
         ("ab" * 100, "suffix", "p.jsonl:1: prompt=200 tokens; expected fewer than the context of 128"),
-        ("ab", "no/where", "drafter=no/where; expected a local folder or a Hub id"),
-        ("ab", "hybrid:drafter=no/where", "drafter=no/where; expected a local folder or a Hub id"),
+        ("ab", "no/where", "--drafter=no/where: no such folder, not in the Hub's cache"),
+        ("ab", "hybrid:drafter=no/where", "--drafter=no/where: no such folder, not in the Hub's cache"),
     ],
 )
 def test_prompts_and_drafters_are_refused_before_weights_are_read(
