@@ -6,6 +6,7 @@ Prompts are lists of tokens or padded tensors.
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
+from dataclasses import replace
 from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
@@ -27,6 +28,7 @@ from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.capability import require_compilable
 from draftsmith.decode.passes.checks import usable_inputs
+from draftsmith.decode.passes.invariance import CHAINS_ONLY, require_invariant
 from draftsmith.decode.policies import Policy, default_policy, exploring, plans, policy_named
 from draftsmith.decode.policies.base import most_nodes, usual_width
 from draftsmith.decode.policies.chain import Chain
@@ -79,6 +81,9 @@ class SpeculativeDecoder:
         compile: compile the passes of the target and of the drafter's model with torch.compile when they first run, on
             CUDA as CUDA graphs. Later calls use the same graphs for batches of the same size and texts of similar
             length.
+        invariant: read every token after the prompt in passes of one shape, in which its logits do not depend on its
+            place: greedy texts are then equal with and without a drafter bit by bit, in any dtype. Chains of one text
+            at a time; ConfigError for a target whose logits differ nevertheless, which is measured once.
     """
 
     def __init__(
@@ -91,12 +96,16 @@ class SpeculativeDecoder:
         rule: str | None = None,
         costs: Costs | None = None,
         compile: bool = False,
+        invariant: bool = False,
     ) -> None:
         target = plain_model(target)
         require_lm_head(target)
-        self.drafter, self._compile = drafter, compile
+        self.drafter, self._compile, self._invariant = drafter, compile, invariant
         with self._turn(target):
             models = capabilities(target, drafter)
+            if invariant:
+                require_invariant(target, models[0], compile=compile)
+                models[0] = replace(models[0], no_trees=CHAINS_ONLY, no_ragged=CHAINS_ONLY)
         self._capability = models[0]
         if compile:
             require_compilable(target, models)
@@ -159,7 +168,7 @@ class SpeculativeDecoder:
         rows, _ = prompt_rows(input_ids, may_be_empty=True)
         if len(rows) != 1:
             raise ConfigError.of("input_ids batch", len(rows), "1 prompt per call; `generate_batch` takes several")
-        forward = None if on_tokens is None else _without_place(on_tokens)
+        forward = None if on_tokens is None else lambda _, tokens, record: on_tokens(tokens, record)
         return self.generate_batch(
             input_ids, attention_mask=attention_mask, inputs=[inputs], seeds=seed, on_tokens=forward, **settings
         )[0]
@@ -226,7 +235,7 @@ class SpeculativeDecoder:
             sequence.source, sequence.padding = source, [] if source else padding
         for sequence, states_TH in zip(sequences, encoder_states or (), strict=encoder_states is not None):
             sequence.encoded = states_TH
-        forward = None if on_tokens is None else _in_turns_of_others(on_tokens, self._model)
+        forward = None if on_tokens is None else turn_of_others(self._model)(on_tokens)
         with self._turn(self._model):
             self._add_inputs(sequences, inputs)
             prefill_seconds = self._decode(sequences, processors, forward)
@@ -286,7 +295,7 @@ class SpeculativeDecoder:
         widths, draft_widths = ({}, None) if self.costs is None else (self.costs.verify_widths, self.costs.draft_widths)
         width = 1 if drafter is None else usual_width(policy, greedy=processors.greedy)
         nodes = most_nodes(policy, greedy=processors.greedy).verified if self._compile else 0
-        plan = Plan(widths=widths, compile=self._compile, width=width)
+        plan = Plan(widths=widths, compile=self._compile, width=width, invariant=self._invariant)
         target = TransformersTarget(self._model, self._capability, plan, nodes)
         loop = DecodeLoop(
             target,
@@ -383,22 +392,3 @@ def _cross(sequences: Sequence[DecodeSequence], switch: int) -> bool:
     return any(len(sequence.tokens) <= switch for sequence in sequences) and any(
         sequence.max_length > switch + 1 for sequence in sequences
     )
-
-
-def _in_turns_of_others(on_tokens: OnBatchTokens, target: PreTrainedModel) -> OnBatchTokens:
-    """Return `on_tokens`, during which other threads may decode with the target."""
-
-    def forward(number: int, tokens: list[int], record: Round | None) -> None:
-        with turn_of_others(target):
-            on_tokens(number, tokens, record)
-
-    return forward
-
-
-def _without_place(on_tokens: OnTokens) -> OnBatchTokens:
-    """Return `on_tokens` in the form that `generate_batch` calls, for a batch of one text."""
-
-    def forward(_: int, tokens: list[int], record: Round | None) -> None:
-        on_tokens(tokens, record)
-
-    return forward

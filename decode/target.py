@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.committed import at_places
-from draftsmith.decode.passes.base import Plan
+from draftsmith.decode.passes.base import INVARIANT_WIDTH, Plan
 from draftsmith.decode.passes.capability import ALL, Capability
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.sequence import DecodeSequence
@@ -93,6 +93,8 @@ class TransformersTarget:
     def verify(self, tokens_BQ: Tensor, shapes: Sequence[Parents]) -> Tensor:
         if self._capability.no_trees and any(shape != chain_parents(len(shape)) for shape in shapes):
             raise ConfigError(self._capability.refusal("this draft"))
+        if self._plan.invariant:
+            return self._runner.lines(tokens_BQ, INVARIANT_WIDTH)
         return self._runner.tree(tokens_BQ, shapes)
 
     def commit(self, paths: Sequence[list[int]]) -> None:

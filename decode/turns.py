@@ -23,7 +23,7 @@ def turn(target: nn.Module, user: object) -> Iterator[None]:
 
 @contextmanager
 def turn_of_others(target: nn.Module) -> Iterator[None]:
-    """Release the target's lock inside `turn`, so that other threads run it, with drafters of their own."""
+    """Release the target's lock inside `turn`, so that other threads run it with drafters of their own."""
     lock = _lock_of(target)
     lock.release()
     try:

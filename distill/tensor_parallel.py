@@ -19,15 +19,13 @@ from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.base import TeacherSignals
 from draftsmith.heads.hidden_states import layer_lists
-from draftsmith.heads.model_config import layer_value
+from draftsmith.heads.model_config import EXPERTS, layer_value
 
 # Shapes: B sequences, T positions.
 
 KEY = "target.tensor_parallel"
 HEADS = ("num_attention_heads", "num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads")
 """Numbers of heads in configs, each of which is divided among the processes."""
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Numbers of experts in configs."""
 UNREADABLE = ("hrm_text",)
 """Families whose fused matrices transformers 5.23 divides before it splits them, so that their parts are wrong."""
 

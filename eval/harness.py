@@ -77,7 +77,7 @@ class Run:
         """Requested variants that cannot be measured, and why."""
         self.plans = {name: self._plans(name, drafter) for name, drafter in self.drafters.items()}
         for drafter in self.drafters.values():
-            SpeculativeDecoder(self.target, drafter, compile=self.settings.compile)  # refuses pairs that do not fit
+            SpeculativeDecoder(self.target, drafter, **self.settings.passes)  # refuses pairs that do not fit
         self.arms: dict[Variant, SpeculativeDecoder] = {}
 
     def measure(self, progress: bool = True) -> None:
@@ -87,7 +87,7 @@ class Run:
             with stage("choosing the number of threads", shown=progress):
                 self.journal.fact("threads", fastest_threads(self.target, self.prompts[0].input_ids))
         with threads(self.journal.facts["threads"]):  # policies plan with costs that depend on the threads
-            self.arms = {BASELINE: SpeculativeDecoder(self.target, compile=self.settings.compile)}
+            self.arms = {BASELINE: SpeculativeDecoder(self.target, **self.settings.passes)}
             timed = [drafter for name, drafter in self.drafters.items() if self._times(name)]
             total = sum(parts(drafter, verify=drafter is timed[0]) for drafter in timed)
             with stage("timing the passes of each drafter", total, shown=progress) as done:
@@ -180,7 +180,7 @@ class Run:
         """Return a decoder for each plan of the drafter; `done` is called after each part of timing its passes."""
         arms, costs = {}, self._costs(name, drafter, done)
         for plan in self.plans[name]:
-            plan = {**plan, "rule": self.settings.rule, "compile": self.settings.compile}
+            plan = {**plan, "rule": self.settings.rule, **self.settings.passes}
             decoder = SpeculativeDecoder(self.target, drafter, costs=costs, **plan)
             label = f"at most {drafter.max_draft_length}" if decoder.policy is None else str(decoder.policy)
             arms[(name, label)] = decoder  # drafters that only retrieve ignore the policy

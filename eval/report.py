@@ -33,6 +33,7 @@ DIAGNOSTICS = {
 
 MOST_POSITIONS = 16
 """Columns of acceptance by draft position; a hybrid's copies may be twice as long."""
+INVARIANT = "of one shape (invariant), with and without a drafter; those of transformers' generate are not"
 COMPILED = "compiled with torch.compile, with and without a drafter; transformers' generate is not compiled"
 MARKS = {"\n": "⏎", "\t": "→"}
 
@@ -239,7 +240,7 @@ def _conditions(evaluation: Evaluation, prompts: int) -> list[tuple[str, str]]:
     conditions = [
         ("target", f"{settings.target} ({settings.dtype}{attention})"),
         ("prompts", f"{settings.prompts}, {prompts} of them, at most {settings.max_new_tokens} new tokens a turn"),
-        ("passes", COMPILED if settings.compile else "not compiled"),
+        ("passes", COMPILED if settings.compile else INVARIANT if settings.invariant else "not compiled"),
         ("machine", f"{machine}, accelerator: {where['accelerator'] or 'none'}"),
         ("versions", f"{versions}, Python {where['python']}"),
         ("date, command", f"{where['date']}, {where['command']}"),

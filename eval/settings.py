@@ -54,12 +54,19 @@ class PairSettings:
     """The target's attention; None: what transformers chooses."""
     compile: bool = False
     """Compile the passes of the target and of the drafters; see `SpeculativeDecoder`."""
+    invariant: bool = False
+    """Run the target in passes of one shape; see `SpeculativeDecoder`."""
     chat_template: str | None = None
     """A file with a chat template, or the name of a shipped one, instead of the tokenizer's."""
     template_options: dict[str, Any] = field(default_factory=dict)
     """Variables for the chat template in addition to the messages."""
     images: str | None = None
     """Folder of the images that prompts name; None: the folder of their file."""
+
+    @property
+    def passes(self) -> dict[str, Any]:
+        """How passes run, as arguments of `SpeculativeDecoder`."""
+        return {"compile": self.compile, "invariant": self.invariant}
 
     def sampling(self, temperature: float) -> Sampling:
         """Return the temperature with the cuts that go with it: none for greedy decoding."""

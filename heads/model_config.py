@@ -130,6 +130,8 @@ class Implementation:
 
 STANCE = RLock()
 """torch has one stance for all threads."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Numbers of experts in configs."""
 NO_CONTEXT = nullcontext()
 
 

@@ -98,9 +98,10 @@ class RollbackLayer(CacheLayerMixin):
             keys, values = keys[: len(key_states)], values[: len(key_states)]
         slots_BQ = place.slots_BQ
         if slots_BQ is None:
-            start = place.start
-            keys[:, :, start:end] = key_states
-            values[:, :, start:end] = value_states
+            assert place.start is not None
+            written = slice(place.start, place.start + key_states.shape[2])
+            keys[:, :, written] = key_states
+            values[:, :, written] = value_states
         else:
             rows_B1 = torch.arange(slots_BQ.shape[0], device=slots_BQ.device)[:, None]
             keys[rows_B1, :, slots_BQ] = key_states.transpose(1, 2)
@@ -209,6 +210,8 @@ class RollbackCache(Cache):
         names = ("num_decoder_layers", "decoder_layers", "num_hidden_layers")  # the last is BART's encoder's number
         depth = next(number for name in names if (number := getattr(text_config, name, None)))
         self.place = WritePosition()
+        self.multiple = 1
+        """After the prompt, the number of slots that attention reads is a multiple of this."""
         self.lengths = Counts([0] * rows, device)
         """Number of committed tokens of each row."""
         self._layers = [RollbackLayer(self.place, rows, longest, fixed) for _ in range(depth)]
@@ -217,7 +220,8 @@ class RollbackCache(Cache):
     def aim(self, starts: Counts, count: int) -> None:
         """Set the slots of the next forward pass: `count` tokens per row, starting at `starts`."""
         self.place.row = None
-        self.place.end = max(starts) + count
+        multiple = self.multiple if max(starts) else 1
+        self.place.end = -(-(max(starts) + count) // multiple) * multiple
         if starts.equal:
             self.place.start, self.place.slots_BQ = starts[0], None
         else:

@@ -24,6 +24,9 @@ from draftsmith.heads.rows import Counts, Rows
 HEAD = 0
 """Key of the lm_head's input among the tensors that hooks keep; layers are counted from 1."""
 
+INVARIANT_WIDTH, INVARIANT_SLOTS = 8, 64
+"""Tokens of each pass with `Plan.invariant`, and the number of which the slots that it attends to are a multiple."""
+
 NEAR = 16
 """Columns whose logits are computed where rows need different ones of them, in place of an upload."""
 
@@ -51,6 +54,8 @@ class Plan:
     """Compile the passes after the prompt; requires `longest`, and `close` at the end."""
     width: int = 0
     """Usual number of tokens of compiled passes, to which narrower ones are padded."""
+    invariant: bool = False
+    """Every pass after the prompt has one shape, so that logits do not depend on the place of a token in its pass."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.rollback import RollbackCache, cache_name
-from draftsmith.decode.passes.base import Output, Plan, Positions, Reading, Seen
+from draftsmith.decode.passes.base import INVARIANT_SLOTS, INVARIANT_WIDTH, Output, Plan, Positions, Reading, Seen
 from draftsmith.decode.passes.masks import Attention, chains_after
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import DraftedChain, WantedChain
@@ -50,6 +50,9 @@ class EagerPasses:
         # Flash attention takes positions that do not rise, such as those of padding, for the start of another text.
         is_padded = len(cache.lengths) == 1 and not self._attention.is_flash and self._takes_positions
         self._widths = plan.widths if is_padded else {}
+        if plan.invariant:
+            self._widths = dict.fromkeys(range(1, INVARIANT_WIDTH), INVARIANT_WIDTH)
+            cache.multiple = INVARIANT_SLOTS
         self.shift_B1: Tensor | None = None
         """Position minus index of the tokens after the prompt, see `prompt_positions`; None: 0."""
 
@@ -122,10 +125,14 @@ class EagerPasses:
     # The steps of a pass.
 
     def visible(self, reading: Reading) -> Tensor | None:
-        """Return the slots [B, Q, S] that each token attends to; None for chains that start at the same slot."""
+        """Return the slots [B, Q, S] that each token attends to; None for chains that start at the same slot.
+
+        Masks of one form are made for all passes whose slots are padded.
+        """
         starts, width, visible_BQR = reading.starts, reading.width, reading.visible_BQR
         if visible_BQR is None:
-            return None if starts.equal else chains_after(starts, width)
+            is_padded = self.cache.multiple > 1 and max(starts) > 0
+            return chains_after(starts, width, self.cache.place.end) if is_padded or not starts.equal else None
         if starts.equal:
             committed = visible_BQR.new_ones(1, 1, reading.lengths[0]).expand(*visible_BQR.shape[:2], -1)
             return torch.cat([committed, visible_BQR], 2)
@@ -154,7 +161,7 @@ class EagerPasses:
     ) -> Any:
         """Return masks for which the positions of all slots count."""
         if visible_BQS is None:
-            visible_BQS = chains_after(reading.starts, reading.width)
+            visible_BQS = chains_after(reading.starts, reading.width, self.cache.place.end)
         return self._attention.prepared(visible_BQS, positions_BQ, positions_BS, self._dtype)
 
     def _inputs(self, reading: Reading, mask: Any) -> dict[str, Any]:

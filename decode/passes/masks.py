@@ -156,11 +156,11 @@ def chain_mask(start: int, count: int, device: torch.device) -> Tensor:
     return torch.ones(count, start + count, dtype=torch.bool, device=device).tril_(start)[None]
 
 
-def chains_after(starts: Counts, width: int) -> Tensor:
-    """Return the mask [B, Q, S] of chains after different numbers of committed tokens: bool."""
+def chains_after(starts: Counts, width: int, end: int) -> Tensor:
+    """Return the mask [B, Q, S] of chains after different numbers of committed tokens, up to slot `end`: bool."""
     start_B11 = starts.on_device_B[:, None, None]
     query_Q1 = torch.arange(width, device=starts.device)[:, None]
-    return torch.arange(max(starts) + width, device=starts.device) <= start_B11 + query_Q1
+    return torch.arange(end, device=starts.device) <= start_B11 + query_Q1
 
 
 def trees(shapes: Sequence[Parents], width: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -115,6 +115,18 @@ class ModelRunner:
         """Read a line of tokens of every row as draft tokens and return the logits [B, Q, V] after them."""
         return self._branch(tokens_BQ, None, None, features_BQF)
 
+    def lines(self, tokens_BQ: Tensor, width: int) -> Tensor:
+        """Return what `line` returns, from passes over at most `width` tokens."""
+        logits, states, features = [], [], []
+        for part_Bq in tokens_BQ.split(width, 1):
+            logits.append(self.line(part_Bq))
+            states.append(self.states)
+            if self.features_BQF is not None:
+                features.append(self.features_BQF[:, : part_Bq.shape[1]])
+        self.states = torch.cat(states, 1) if states[0].dim() == 3 else self.states
+        self.features_BQF = torch.cat(features, 1) if features else None
+        return torch.cat(logits, 1)
+
     def block(self, tokens_Bb: Tensor, features_BCF: Tensor, counts: Sequence[int]) -> Tensor:
         """Read the features of the next `counts` committed tokens and a block of b tokens after them in one pass.
 

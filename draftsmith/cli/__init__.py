@@ -18,6 +18,7 @@ from draftsmith.cli.options import (
     AttentionOption,
     CompileOption,
     DtypeOption,
+    InvariantOption,
     JsonOption,
     RuleOption,
     SeedOption,
@@ -166,6 +167,7 @@ def generate(
     dtype: DtypeOption = "float32",
     attn_implementation: AttentionOption = None,
     compile: CompileOption = False,
+    invariant: InvariantOption = False,
     trust_remote_code: TrustOption = False,
 ) -> None:
     """Stream the continuation of a prompt; accepted draft tokens are coloured."""
@@ -189,6 +191,7 @@ def generate(
         dtype=dtype,
         attn_implementation=attn_implementation,
         compile=compile,
+        invariant=invariant,
     )
     stream(prompt, request, trust_remote_code=trust_remote_code)
 

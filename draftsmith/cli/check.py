@@ -11,6 +11,7 @@ from draftsmith.cli.options import (
     CountOption,
     DtypeOption,
     ImagesOption,
+    InvariantOption,
     JsonOption,
     MeasuredOption,
     PromptsOption,
@@ -69,6 +70,7 @@ def check(
     dtype: DtypeOption = "float32",
     attn_implementation: AttentionOption = None,
     compile: CompileOption = False,
+    invariant: InvariantOption = False,
     trust_remote_code: TrustOption = False,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for check.json.")] = None,
     as_json: JsonOption = False,
@@ -98,6 +100,7 @@ def check(
         dtype=dtype,
         attn_implementation=attn_implementation,
         compile=compile,
+        invariant=invariant,
     )
     rows = _validated(settings, out)
     if out is None:

@@ -15,6 +15,7 @@ from draftsmith.cli.options import (
     CountOption,
     DtypeOption,
     ImagesOption,
+    InvariantOption,
     JsonOption,
     RuleOption,
     SeedOption,
@@ -99,6 +100,7 @@ def evaluate(
     dtype: DtypeOption = "float32",
     attn_implementation: AttentionOption = None,
     compile: CompileOption = False,
+    invariant: InvariantOption = False,
     trust_remote_code: TrustOption = False,
     out: OutOption = Path("runs/eval"),
     as_json: JsonOption = False,
@@ -136,6 +138,7 @@ def evaluate(
         dtype=dtype,
         attn_implementation=attn_implementation,
         compile=compile,
+        invariant=invariant,
     )
     _measure(settings, drafter, out, as_json=as_json, trust_remote_code=trust_remote_code)
 

@@ -80,7 +80,7 @@ def stream(prompt: str, request: GenerateRequest, *, trust_remote_code: bool) ->
         draft_length=request.draft_length,
         policy=next(iter(request.policies), None),
         rule=request.rule,
-        compile=request.compile,
+        **request.passes,
     )
     encoder_decoder = session.target.config.is_encoder_decoder
     ids, inputs = tokenizer(prompt)["input_ids"], None

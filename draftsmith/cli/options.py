@@ -113,6 +113,9 @@ AttentionOption = Annotated[
 CompileOption = Annotated[
     bool, typer.Option("--compile", help="Compile the passes with torch.compile; on CUDA as CUDA graphs.")
 ]
+InvariantOption = Annotated[
+    bool, typer.Option("--invariant", help="Passes of one shape: greedy texts equal the target's bit by bit.")
+]
 SubsetOption = Annotated[str | None, typer.Option("--subset", help="Configuration of a Hub data set.")]
 SplitOption = Annotated[str, typer.Option("--split", help="Split of a Hub data set.")]
 TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the target's repository.")]

@@ -96,7 +96,7 @@ def check(
     alone: list[list[int]] = []
     with _bar(_work(decoders, prompts, settings)) as done:
         if 0 in settings.temperatures:
-            alone = _target_alone(target, prompts, done)
+            alone = _target_alone(SpeculativeDecoder(target, invariant=settings.invariant), prompts, done)
         for (name, policy), decoder in decoders.items():
             for temperature in settings.temperatures:
                 head = {"drafter": name, "policy": policy, "temperature": temperature}
@@ -133,8 +133,8 @@ def _decoders(
     for name, drafter in drafters.items():
         for policy in settings.policies_of(name) or (None,):
             length = settings.draft_length if policy is None else None
-            plan = {"draft_length": length, "policy": policy, "rule": settings.rule, "compile": settings.compile}
-            decoder = SpeculativeDecoder(target, drafter, **plan)
+            plan = {"draft_length": length, "policy": policy, "rule": settings.rule}
+            decoder = SpeculativeDecoder(target, drafter, **plan, **settings.passes)
             for temperature in settings.temperatures:
                 cuts = {"top_k": settings.top_k, "top_p": settings.top_p} if temperature > 0 else {}
                 rows, inputs = zip(*((p.input_ids, p.inputs) for p in prompts[:CALIBRATION]), strict=True)
@@ -144,9 +144,9 @@ def _decoders(
     return decoders
 
 
-def _target_alone(target: PreTrainedModel, prompts: list[Prompt], done: Done) -> list[list[int]]:
-    """Return the target's own greedy text for each prompt, decoded one token per forward pass."""
-    decoder, texts = SpeculativeDecoder(target), []
+def _target_alone(decoder: SpeculativeDecoder, prompts: list[Prompt], done: Done) -> list[list[int]]:
+    """Return the target's own greedy text for each prompt; `decoder` has no drafter."""
+    texts = []
     for prompt in prompts:
         output = decoder.generate(prompt.input_ids, inputs=prompt.inputs, max_new_tokens=GREEDY_TOKENS)
         texts.append(output.tokens)

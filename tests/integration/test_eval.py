@@ -150,10 +150,10 @@ def test_a_whole_evaluation(
 
 
 @pytest.mark.usefixtures("pictures_of_a_pixel")
-def test_compiled_variants(
+def test_compiled_and_invariant_variants(
     tmp_path: Path, tiny_target_folder: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The texts are those of uncompiled passes, and no pass is compiled during a measurement that counts."""
+    """The texts are those of other passes, and no pass is compiled during a measurement that counts."""
     monkeypatch.setitem(graphs.OPTIONS, "cpu", {"backend": "eager"})  # traced, without minutes of compilation
     call = ["eval", "--target", tiny_target_folder, "--drafter", "early-exit:layers=1", "--prompts", prompts]
     call += ["--max-new-tokens", 6, "--repeats", 1, "--temperature", 0, "--gamma", 2]
@@ -165,14 +165,16 @@ def test_compiled_variants(
         add(journal, cell)
 
     monkeypatch.setattr(Journal, "add", counting)
-    for name, options in (("compiled", ["--compile"]), ("eager", [])):
+    for name, options in (("compiled", ["--compile"]), ("eager", []), ("invariant", ["--invariant"])):
         assert _main(*call, *options, "--out", tmp_path / name) == 0
     assert built[0] > 0
     assert set(built) == {built[0]}, "warm-up compiles every pass of these texts"
-    assert _texts(tmp_path / "compiled" / "cells.jsonl") == _texts(tmp_path / "eager" / "cells.jsonl")
+    eager = _texts(tmp_path / "eager" / "cells.jsonl")
+    assert all(_texts(tmp_path / name / "cells.jsonl") == eager for name in ("compiled", "invariant"))
     for name, words in (
         ("compiled", "compiled with torch.compile, with and without a drafter"),
         ("eager", "not compiled"),
+        ("invariant", "of one shape (invariant), with and without a drafter"),
     ):
         assert json.loads((tmp_path / name / "eval.json").read_text())["settings"]["compile"] == (name == "compiled")
         assert all(words in (tmp_path / name / file).read_text() for file in ("report.md", "report.html"))
