@@ -10,9 +10,9 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # Tests run in as many processes as there are cores, four at most, each with one thread of torch.
 WORKERS := OMP_NUM_THREADS=1
-FAST := -n auto --maxprocesses 4 --dist loadfile -m "not slow and not gpu"
+FAST := -n auto --maxprocesses 4 --dist loadfile -m "not slow and not gpu and not engine"
 
-.PHONY: quickstart demo test test-slow test-gpu test-lowest test-newest lint format docs clean
+.PHONY: quickstart demo test test-slow test-gpu test-engines test-lowest test-newest lint format docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/draftsmith quickstart
@@ -32,6 +32,10 @@ test-slow: $(VENV)/.installed-dev
 
 test-gpu: $(VENV)/.installed-dev
 	$(BIN)/pytest -m gpu tests/gpu
+
+# Engines that are installed: docs/guide/servers.md says how.
+test-engines: $(VENV)/.installed-dev
+	$(BIN)/pytest -m engine tests/engines
 
 test-lowest: $(LOWEST)/.installed
 	$(WORKERS) $(LOWEST)/bin/python -m pytest $(FAST)

@@ -301,7 +301,7 @@ def _weights(request: ExportRequest | ImportRequest) -> tuple[str | Path, Path]:
     if is_named(drafter) and not Path(drafter).is_dir():
         expected = "a folder or a Hub id of a trained drafter, or native-mtp"
         raise ConfigError(f"drafter={drafter} has no weights; expected {expected}")
-    folder = local_folder(drafter)
+    folder = embedded_target() if drafter == EMBEDDED else local_folder(drafter)
     return folder, folder
 
 

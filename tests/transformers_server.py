@@ -1,6 +1,7 @@
-"""`transformers serve` as a process of its own, on the loopback and the CPU."""
+"""Servers as processes of their own on the loopback; `transformers serve` on the CPU."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SERVE = "from transformers.cli.transformers import main; main()"
-PATIENCE = 300.0
+PATIENCE = 900.0
 """Seconds that it may take to start."""
 
 
@@ -25,23 +26,31 @@ def free_port() -> int:
 def serving(folder: Path, home: Path, port: int) -> Iterator[str]:
     """Serve the model in `folder`, and yield the address; the server is killed at the end."""
     command = [sys.executable, "-c", SERVE, "serve", str(folder), "--host", "127.0.0.1", "--port", str(port)]
-    environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    with (home / "server.log").open("ab") as log:
-        process = subprocess.Popen([*command, "--device", "cpu"], env=environment, stdout=log, stderr=log)
+    with running([*command, "--device", "cpu"], port, home / "server.log", HF_HOME=str(home)) as url:
+        yield url
+
+
+@contextmanager
+def running(command: list[str], port: int, log: Path, **environment: str) -> Iterator[str]:
+    """Run a command that serves on `port`, and yield the address once it answers; it is ended at the end."""
+    variables = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment}
+    with log.open("ab") as output:
+        process = subprocess.Popen(command, env=variables, stdout=output, stderr=output, start_new_session=True)
         try:
-            _wait(process, f"http://127.0.0.1:{port}/health")
+            _wait(process, f"http://127.0.0.1:{port}/health", log)
             yield f"http://127.0.0.1:{port}"
         finally:
-            process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # vLLM has processes of its own
             process.wait()
 
 
-def _wait(process: subprocess.Popen[bytes], health: str) -> None:
+def _wait(process: subprocess.Popen[bytes], health: str, log: Path) -> None:
     until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
-        assert process.poll() is None, "the server ended, see server.log"
+        assert process.poll() is None, f"the server ended:\n{log.read_text(errors='replace')[-3000:]}"
         with suppress(OSError), urllib.request.urlopen(health, timeout=5) as answer:
             if answer.status == 200:
                 return
         time.sleep(0.2)
-    raise AssertionError("the server did not start")
+    raise AssertionError(f"the server did not start:\n{log.read_text(errors='replace')[-3000:]}")

@@ -59,6 +59,11 @@ ROPE_DEFAULTS |= {"mscale": None, "mscale_all_dim": None, "truncate": True}
 FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}
 LARGEST_DIFFERENCE = 128
 """llama.cpp refuses draft models whose vocabulary size differs by more from the target's."""
+GREEDY = (
+    "Drafts are the most likely tokens, of which fewer are accepted above T=0. Builds of llama.cpp that list "
+    "--spec-draft-sampling (11434 does, 10434 does not) draw them: add --spec-draft-sampling probabilistic."
+)
+"""Note about draft models in llama.cpp; other drafters are not drawn from in any build."""
 
 
 def write_draft_model(source: Source[DraftModel]) -> Serving:
@@ -74,7 +79,7 @@ def write_draft_model(source: Source[DraftModel]) -> Serving:
     state = {name: value for name, value in merged_state(model).items() if name not in model.all_tied_weights_keys}
     metadata, tensors = _layers(source, architecture, config, state)
     _write(source, architecture, metadata, tensors)
-    return _serving(source, "draft-simple", source.draft_length, [])
+    return _serving(source, "draft-simple", source.draft_length, [GREEDY])
 
 
 def write_eagle3(source: Source[Eagle3]) -> Serving:

@@ -120,6 +120,8 @@ def test_the_named_commands_write_target_and_drafter(
     (command,) = re.findall(r"`draftsmith export ([^`]*) --out FOLDER` writes it as FOLDER/drafter\.gguf", said)
     export(*shlex.split(command), "--out", str(tmp_path / "again"))
     assert torch.equal(read(tmp_path / "again")[1]["output.weight"], target.lm_head.weight)
+    export("embedded", "--target", "embedded", "--format", "gguf", "--out", str(tmp_path / "embedded"))
+    assert read(tmp_path / "embedded")[0]["llama.block_count"] == 20
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -159,6 +161,7 @@ def test_every_tensor_of_a_draft_model(name: str, dtype: str, tmp_path: Path, ta
     assert keys["general.architecture"] == arch
     assert keys["general.file_type"] == {"float32": 0, "float16": 1, "bfloat16": 32}[dtype]
     assert "llama-server -m TARGET.gguf -md " in result.usage
+    assert any("--spec-draft-sampling probabilistic" in note for note in result.serving.notes)
     assert "Import into draftsmith" not in (result.folder / "README.md").read_text()
 
 
