@@ -118,7 +118,7 @@ def test_tau_is_that_of_a_local_measurement(served: Served, tmp_path: Path) -> N
     draftsmith("eval", "server", served.url, *served.name, *served.pair.options, *measured)
     (row,) = json.loads((out / "eval.json").read_text())["server"]
     assert row["tau"] == pytest.approx(served.pair.local["tau"], rel=CLOSE)
-    assert len(row["acceptance_at"]) == LENGTH
+    assert 1 <= len(row["acceptance_at"]) <= LENGTH
 
 
 def test_a_pass_commits_the_accepted_tokens_and_one_more(served: Served) -> None:
