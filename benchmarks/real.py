@@ -42,6 +42,8 @@ HELDOUT = {"mt_bench.jsonl": "mt_bench", "HumanEval.jsonl.gz": "humaneval", "gsm
 PROBES = (2, 12)
 """Steps of the two runs whose difference is the processor time of a step."""
 PROMPT_TOKENS, RESPONSE_TOKENS, BATCH = 192, 256, 8
+CHECKED = ("--count", "6", "--tokens", "1500")
+"""Size of `check`: about five minutes for each drafter of a model of 135 million parameters on one core."""
 POLICIES = ("chain:draft_length=4", "best-first:size=16,depth=6", "adaptive")
 
 
@@ -155,11 +157,17 @@ def measure(options: argparse.Namespace, folders: dict[str, Path]) -> None:
     if not (out / "eval" / "eval.json").exists():
         words = ["--prompts", held, *lengths, "--repeats", str(options.repeats), "--out", str(out / "eval")]
         draftsmith(logs / "eval.log", "eval", *target, *drafters, *policies, *words)
+    compare_with_transformers(options, folders, held)
     for family, folder in folders.items():
         place = out / "check" / family
         if not (place / "check.json").exists():
-            words = ["--drafter", str(folder), "--prompts", held, "--out", str(place)]
+            words = ["--drafter", str(folder), "--prompts", held, *CHECKED, "--out", str(place)]
             draftsmith(logs / "check.log", "check", *target, *words)
+
+
+def compare_with_transformers(options: argparse.Namespace, folders: dict[str, Path], held: str) -> None:
+    """Run transformers' decoding, with the draft model as its assistant, on the held-out prompts."""
+    out, logs = options.out, options.out / "logs"
     if "draft_model" in folders:
         script = [
             sys.executable,
@@ -169,7 +177,8 @@ def measure(options: argparse.Namespace, folders: dict[str, Path]) -> None:
             "--dtype",
             options.dtype,
         ]
-        words = ["--drafter", str(folders["draft_model"]), "--prompt-set", held]
+        words = ["--drafter", str(folders["draft_model"]), "--prompt-set", held, "--cpu-time"]
+        words += ["--max-new-tokens", str(options.max_new_tokens)]
         for temperature in ("0", "1"):
             finished, begun = out / f"transformers-{temperature}.txt", logs / f"transformers-{temperature}.log"
             if not finished.exists():
