@@ -70,8 +70,7 @@ Children = list[list[tuple[int, float | None]]]
 class DraftBuilder:
     """A tree of draft tokens after the last committed token of one text.
 
-    Tokens are either drawn from q, which makes a `DrawnDraft`, or chosen, which makes a `Draft`; one tree never has
-    both.
+    Tokens are either drawn from q or chosen; one tree never has both.
     """
 
     def __init__(

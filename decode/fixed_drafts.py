@@ -15,7 +15,7 @@ from draftsmith.decode.cache.committed import CommittedTokens, StoredContexts
 from draftsmith.decode.draws import Draws
 from draftsmith.decode.sampling import Processors, index_at, precise
 from draftsmith.heads.base import DraftedChain, Drafter, Level, WantedChain
-from draftsmith.heads.draft_tree import ROOT, BatchDrawing, DraftBatch, chain_parents, path_to, stacked
+from draftsmith.heads.draft_tree import ROOT, BatchDrawing, DraftBatch, path_to
 from draftsmith.heads.rows import Counts, constant
 
 # Shapes: B texts, n nodes of a level, D tokens on a path, V vocabulary.
@@ -88,14 +88,9 @@ class FixedDrafts:
         self._shape, self._rooms, self._processors = shape, rooms, processors
         self._least_room = min(rooms)
         self._committed, self._numbers, self._shared = committed, numbers, shared
-        self._draws = draws
-        self._drawing: BatchDrawing | None = None
-        own: tuple[list[Tensor], list[Tensor | None], list[int]] = ([], [], [])
-        if shape.drawn:
-            assert draws is not None, "children are drawn"
-            self._drawing = BatchDrawing(draws.drafted)
-            own = self._drawing.tokens, self._drawing.valid, self._drawing.parents
-        self._tokens, self._valid, self._parents = own
+        assert draws is not None or not shape.drawn, "children are drawn"
+        self._draws = draws if shape.drawn else None
+        self._drafts = BatchDrawing(None if self._draws is None else self._draws.drafted)
         self.slots: list[int | None] = []
         """For each node its number among those that the drafter reads; None for leaves, which it does not read."""
 
@@ -119,7 +114,7 @@ class FixedDrafts:
             read += len(places)
             logits_BnV = drafter.extend(self._level(level, [added[i] for i in places], nodes))
             nodes = [added[i] for i in places]
-        return self._batch()
+        return self._drafts.batch()
 
     def _whole_chain(self) -> WantedChain | None:
         """Return the chain that a drafter may draft at once, equal for all texts and independent of them; else None."""
@@ -127,54 +122,46 @@ class FixedDrafts:
         fits = self._shape.is_plain_chain and 1 < length <= self._least_room
         if not fits or self._shared is not None or not self._processors.only_temperature:
             return None
-        if self._drawing is None:
+        if self._draws is None:
             return WantedChain(length)
-        assert self._draws is not None, "children are drawn"
         uniform_BD = self._draws.chain(length)
         return None if uniform_BD is None else WantedChain(length, self._processors.sampling.temperature, uniform_BD)
 
     def _of_chain(self, chain: DraftedChain) -> DraftBatch:
         """Return a chain that the drafter made at once as the drafts, of which it has read all tokens but the last."""
-        length = chain.tokens_BD.shape[1]
-        self.slots = [*range(length - 1), None]
-        if self._drawing is None:
-            return DraftBatch(chain.tokens_BD, chain_parents(length))
-        self._drawing.add_chain(chain.tokens_BD, chain.q)
-        return self._drawing.batch()
+        self.slots = [*range(chain.tokens_BD.shape[1] - 1), None]
+        self._drafts.chain(chain.tokens_BD, chain.q)
+        return self._drafts.batch()
 
     def _add(self, level: int, nodes: list[int], logits_BnV: Tensor) -> list[int]:
         """Add the nodes of a level after `nodes`, which the drafter has read, and return them."""
         scores_BnV = self._scores(logits_BnV, nodes)
-        first, below = len(self._tokens), self._shape.children[level]
+        first, below = len(self._drafts.tokens), self._shape.children[level]
         for place, node in enumerate(nodes):
             ranks, scores_BV = below[place], scores_BnV[:, place]
             valid_B = self._valid_below(level, node, scores_BV)
-            if self._drawing is None:
+            if self._draws is None:
                 self._choose(node, ranks, scores_BV, valid_B)
             else:
                 q_BV = scores_BV.softmax(-1)
                 if self._processors.may_empty:
                     q_BV = q_BV.nan_to_num(0.0)
-                self._drawing.add(node, q_BV, valid_B)
-        return list(range(first, len(self._tokens)))
+                self._drafts.draw(node, q_BV, valid_B)
+        return list(range(first, len(self._drafts.tokens)))
 
     def _choose(self, node: int, ranks: list[int], scores_BV: Tensor, valid_B: Tensor | None) -> None:
         """Add the tokens of these ranks as children of `node`."""
         if ranks == [0]:
-            self._tokens.append(scores_BV.argmax(-1))
-            self._valid.append(valid_B)
-            self._parents.append(node)
-            return
+            return self._drafts.choose(node, scores_BV.argmax(-1), valid_B)
         tokens_Bk = scores_BV.topk(min(ranks[-1] + 1, scores_BV.shape[1])).indices
+        none_B = torch.zeros_like(tokens_Bk[:, 0], dtype=torch.bool)
         for rank in ranks:
             exists = rank < tokens_Bk.shape[1]
-            self._tokens.append(tokens_Bk[:, rank if exists else 0])
-            self._valid.append(valid_B if exists else torch.zeros_like(self._tokens[-1], dtype=torch.bool))
-            self._parents.append(node)
+            self._drafts.choose(node, tokens_Bk[:, rank if exists else 0], valid_B if exists else none_B)
 
     def _valid_below(self, level: int, node: int, scores_BV: Tensor) -> Tensor | None:
         """Return for which texts [B] `node` may have children; None for all of them."""
-        valid_B = None if node == ROOT else self._valid[node]
+        valid_B = None if node == ROOT else self._drafts.valid[node]
         if self._least_room <= level:
             fits_B = self._rooms.on_device_B > level
             valid_B = fits_B if valid_B is None else valid_B & fits_B
@@ -186,9 +173,9 @@ class FixedDrafts:
     def _level(self, level: int, nodes: list[int], before: list[int]) -> Level:
         """Return the nodes that the drafter reads next, whose parents are among `before`."""
         if self._shape.is_chain:
-            return Level(self._tokens[-1][:, None], None, level + 1)
-        tokens_Bn = torch.stack([self._tokens[node] for node in nodes], 1)
-        parents_n = constant(tuple(before.index(self._parents[node]) for node in nodes), tokens_Bn.device)
+            return Level(self._drafts.tokens[-1][:, None], None, level + 1)
+        tokens_Bn = torch.stack([self._drafts.tokens[node] for node in nodes], 1)
+        parents_n = constant(tuple(before.index(self._drafts.parents[node]) for node in nodes), tokens_Bn.device)
         return Level(tokens_Bn, parents_n.expand_as(tokens_Bn), level + 1)
 
     def _scores(self, logits_BnV: Tensor, nodes: list[int]) -> Tensor:
@@ -199,16 +186,10 @@ class FixedDrafts:
         fitted_nV = fitted(logits_BnV.flatten(0, 1), self._shared)
 
         def contexts() -> StoredContexts:
-            paths = [path_to(tuple(self._parents), node) for node in nodes]
-            return contexts_of(self._committed, self._tokens, [paths] * B, self._numbers)
+            paths = [path_to(tuple(self._drafts.parents), node) for node in nodes]
+            return contexts_of(self._committed, self._drafts.tokens, [paths] * B, self._numbers)
 
         return self._processors.scores(fitted_nV, contexts).unflatten(0, (B, n))
-
-    def _batch(self) -> DraftBatch:
-        if self._drawing is not None:
-            return self._drawing.batch()
-        tokens_BN = torch.stack(self._tokens, 1)
-        return DraftBatch(tokens_BN, tuple(self._parents), stacked(self._valid, tokens_BN))
 
 
 def _at_once(drafter: Drafter, logits_BV: Tensor, wanted: WantedChain) -> DraftedChain | None:

@@ -17,6 +17,7 @@ from draftsmith.decode.policies.base import Growing, Policy
 from draftsmith.decode.proposal import NO_DRAFT
 from draftsmith.heads.base import Drafter, Level
 from draftsmith.heads.draft_tree import ROOT, Draft, draw_together
+from draftsmith.heads.rows import upload
 
 # Shapes: B texts, n nodes of one text, m nodes of all texts, V vocabulary of the target.
 
@@ -173,8 +174,10 @@ class _Levels:
             builder.slots.update({node: self._slots + column for column, node in enumerate(nodes)})
         self._slots += width
         self._is_chain = self._is_chain and width == 1
-        parents_Bn = None if self._is_chain else torch.tensor(parents, device=self._device)
-        return Level(torch.tensor(tokens, device=self._device), parents_Bn, self._depth)
+        if self._is_chain:
+            return Level(upload(tokens, self._device), None, self._depth)
+        tokens_Bn, parents_Bn = upload(torch.tensor([tokens, parents]), self._device).unbind()
+        return Level(tokens_Bn, parents_Bn, self._depth)
 
 
 def _note_confidences(drafter: Drafter, builders: Sequence[DraftBuilder], reads: dict[int, Read]) -> None:

@@ -10,7 +10,7 @@ from draftsmith.decode.draft_builder import DraftBuilder
 from draftsmith.decode.draws import Draws
 from draftsmith.decode.fixed_drafts import contexts_of
 from draftsmith.decode.verification import Outcome, Rule, VerifyResult, takes_mixed, takes_united
-from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, DrawnDraft, Parents, children_of, path_to
+from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, Parents, path_to, united
 from draftsmith.heads.rows import Rows
 
 # Shapes: B texts, N draft nodes, Q = 1 + the most nodes of a text.
@@ -104,35 +104,19 @@ class Proposal:
         by_kind: dict[Hashable, list[int]] = {}
         for row, draft in enumerate(self.drafts):
             by_kind.setdefault(_kind(draft, rule), []).append(row)
-        groups = []
-        for kind, rows in by_kind.items():
-            if kind == TREES:
-                batches = self._united(rows, device)
-            else:
-                batches = [(rows, self._batch(kind, [self.drafts[row] for row in rows], device))]
-            for own, batch in batches:
-                groups.append((own, batch, draws.of(own)))
-        return groups
+        together = [part for rows in by_kind.values() for part in self._parts(rows)]
+        return [(rows, DraftBatch.of([self.drafts[row] for row in rows], device), draws.of(rows)) for rows in together]
 
-    @staticmethod
-    def _batch(kind: Hashable, drafts: list[Draft], device: torch.device) -> DraftBatch:
-        if len({draft.parents for draft in drafts}) == 1:
-            return DraftBatch.of(drafts, device)
-        return DraftBatch.of_chains(drafts, device) if kind == CHAIN else DraftBatch.mixed(drafts, device)
+    def _parts(self, rows: list[int]) -> list[list[int]]:
+        """Divide rows until the shape of each part has at most twice the nodes of its largest drawn tree.
 
-    def _united(self, rows: list[int], device: torch.device) -> list[tuple[list[int], DraftBatch]]:
-        """Return drawn trees in batches, with their rows.
-
-        A batch holds p and q [V] of every node of its shape for each of its texts. To limit this memory, rows are
-        divided until the shape of each part has at most twice the nodes of its largest tree.
+        A batch of drawn trees holds p and q [V] of every node of its shape for each of its texts.
         """
         drafts = [self.drafts[row] for row in rows]
-        parents, own = united([draft.parents for draft in drafts])
-        if len(parents) > 2 * max(map(len, drafts)):
-            rows, half = sorted(rows, key=lambda row: self.drafts[row].parents), len(rows) // 2
-            return self._united(rows[:half], device) + self._united(rows[half:], device)
-        same = all(draft.parents == drafts[0].parents for draft in drafts)
-        return [(rows, DraftBatch.of(drafts, device) if same else DraftBatch.of_trees(drafts, parents, own, device))]
+        if not drafts[0].drawn or len(united([draft.parents for draft in drafts])[0]) <= 2 * max(map(len, drafts)):
+            return [rows]
+        rows, half = sorted(rows, key=lambda row: self.drafts[row].parents), len(rows) // 2
+        return self._parts(rows[:half]) + self._parts(rows[half:])
 
     def read_slots(self, row: int, path: Sequence[int]) -> list[int]:
         """Return the slots of those nodes on a path of a text that the drafter has read."""
@@ -142,33 +126,10 @@ class Proposal:
         return [slot for slot in slots if slot is not None]
 
 
-def united(shapes: Sequence[Parents]) -> tuple[Parents, list[list[int]]]:
-    """Return the smallest shape that contains these, and for each of them its node, or `NO_NODE`, at every node of it.
-
-    Siblings keep their order: the first child of a node is the first child of it in every shape that has it.
-    """
-    parents: list[int] = []
-    nodes: dict[tuple[int, int], int] = {}
-    """By parent and order among its children."""
-    own: list[dict[int, int]] = []
-    for shape in shapes:
-        place, children = {ROOT: ROOT}, children_of(shape)
-        for node, parent in enumerate(shape):
-            key = place[parent], children[parent + 1].index(node)
-            if key not in nodes:
-                nodes[key] = len(parents)
-                parents.append(key[0])
-            place[node] = nodes[key]
-        own.append({united: node for node, united in place.items()})
-    return tuple(parents), [[of_text.get(node, NO_NODE) for node in range(len(parents))] for of_text in own]
-
-
 def _kind(draft: Draft, rule: Rule | None) -> Hashable:
     """Return a value that is equal for drafts that are verified together; see `Proposal.groups`."""
-    if isinstance(draft, DrawnDraft) and draft.tokens:
-        if draft.is_chain:
-            return CHAIN
-        return TREES if takes_united(rule) else ("drawn", draft.parents)
+    if draft.drawn and draft.tokens:
+        return CHAIN if draft.is_chain else TREES if takes_united(rule) else ("drawn", draft.parents)
     return "chosen" if takes_mixed(rule) and draft.tokens else draft.parents
 
 

@@ -5,13 +5,13 @@ from torch import Tensor
 
 from draftsmith.decode.draws import Draws
 from draftsmith.decode.verification_rules import Decided, Outcome, along, paths, ratio, residual
-from draftsmith.heads.draft_tree import ROOT, DraftBatch, DrawnBatch, children_of, depths_of
+from draftsmith.heads.draft_tree import ROOT, DraftBatch, children_of, depths_of
 from draftsmith.heads.rows import constant
 
 # Shapes: B texts, P places, D levels of the draft, V vocabulary.
 
 
-def siblings_rule(p_BPV: Tensor, draft: DrawnBatch, draws: Draws) -> Outcome:
+def siblings_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
     """Test siblings that were drawn without replacement, in the order in which they were drawn.
 
     Accept with min(1, p/q). A rejection sets p to norm(max(p - q, 0)), and removes the token from q, which is
@@ -68,7 +68,7 @@ def without(q_BV: Tensor, token_B1: Tensor) -> Tensor:
 class _Traversal:
     """The state of every place: p and q without the rejected children, and the weight, which scales p."""
 
-    def __init__(self, p_BPV: Tensor, draft: DrawnBatch, draws: Draws) -> None:
+    def __init__(self, p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> None:
         self.draft, self.draws = draft, draws
         self.children = children_of(draft.parents)
         self.p = list(p_BPV.unbind(1))
@@ -107,7 +107,7 @@ class _Traversal:
         self.q[place] = without(q_BV, token_B1)
 
 
-def traversal_rule(p_BPV: Tensor, draft: DrawnBatch, draws: Draws) -> Outcome:
+def traversal_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
     """Test whole paths: accept the path of the first remaining leaf with its weight, else remove the leaf and repeat.
 
     The weight of a node is min(1, w_parent p(x)/q(x)), with p and q at its parent after all rejections. Siblings are

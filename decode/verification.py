@@ -19,7 +19,7 @@ from draftsmith.decode.verification_rules import (
     verify_greedy,
 )
 from draftsmith.errors import ConfigError
-from draftsmith.heads.draft_tree import Draft, DraftBatch, DrawnBatch
+from draftsmith.heads.draft_tree import Draft, DraftBatch
 
 # Shapes: B texts, N draft nodes, P = N + 1 places, V vocabulary.
 
@@ -52,32 +52,22 @@ def _drawn_chain(draft: Draft | DraftBatch) -> bool:
     return draft.drawn and draft.is_chain
 
 
-def _ratio_rule(rule: Callable[[Tensor, DrawnBatch, Draws], Outcome]) -> VerifyBatch:
-    """Return `rule`, which compares p with q, as a rule for any draft; `Rule.require` refuses drafts without q."""
-
-    def verify(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
-        assert isinstance(draft, DrawnBatch), "the draft has no q"
-        return rule(p_BPV, draft, draws)
-
-    return verify
-
-
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
-        Rule("token", _ratio_rule(token_rule), _drawn_chain, "a chain drawn from q"),
-        Rule("block", _ratio_rule(block_rule), _drawn_chain, "a chain drawn from q"),
+        Rule("token", token_rule, _drawn_chain, "a chain drawn from q"),
+        Rule("block", block_rule, _drawn_chain, "a chain drawn from q"),
         Rule("point-mass", point_mass_rule, lambda draft: True, "any draft"),
         Rule(
             "siblings-without-replacement",
-            _ratio_rule(siblings_rule),
+            siblings_rule,
             lambda draft: draft.drawn,
             "a draft whose tokens were drawn from q",
             unites=True,
         ),
         Rule(
             "traversal",
-            _ratio_rule(traversal_rule),
+            traversal_rule,
             lambda draft: draft.drawn,
             "a draft whose tokens were drawn from q",
             unites=True,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.draws import NOT_DRAWN, Draws
-from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, DrawnBatch, depths_of, path_to
+from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, depths_of, path_to
 from draftsmith.heads.rows import constant
 
 # Shapes: B texts, N draft nodes, P = N + 1 places, D levels of the draft, V vocabulary.
@@ -133,7 +133,7 @@ def residual(p_BV: Tensor, q_BV: Tensor, scale_B: Tensor | None = None) -> Tenso
     return torch.where(rest_BV.any(-1, keepdim=True), rest_BV, p_BV)
 
 
-def token_rule(p_BPV: Tensor, draft: DrawnBatch, draws: Draws) -> Outcome:
+def token_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
     """Accept x ~ q with probability min(1, p/q); after the first rejection draw from norm(max(p - q, 0)).
 
     Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1. Lossless whatever q is.
@@ -143,7 +143,7 @@ def token_rule(p_BPV: Tensor, draft: DrawnBatch, draws: Draws) -> Outcome:
     return _chain_outcome(p_BPV, q_BNV, draft, draws, accepted_B, overlap_BN, None)
 
 
-def block_rule(p_BPV: Tensor, draft: DrawnBatch, draws: Draws) -> Outcome:
+def block_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
     """Accept the longest prefix that a joint test of the block allows; in expectation at least the token rule's.
 
     With p_0 = 1 and p_i = min(1, p_(i-1) p(x_i)/q(x_i)), prefix i is accepted with probability
@@ -170,7 +170,7 @@ def block_rule(p_BPV: Tensor, draft: DrawnBatch, draws: Draws) -> Outcome:
     return _chain_outcome(p_BPV, q_BNV, draft, draws, accepted_B, overlap_BN, weight_BP)
 
 
-def _overlap_and_ratios(p_BPV: Tensor, draft: DrawnBatch) -> tuple[Tensor, Tensor, Tensor]:
+def _overlap_and_ratios(p_BPV: Tensor, draft: DraftBatch) -> tuple[Tensor, Tensor, Tensor]:
     """Return q [B, N, V], for each position the sum of min(p, q), and p/q at the draft token in fp64."""
     N = len(draft)
     q_BNV = torch.stack(draft.q, 1)
@@ -187,7 +187,7 @@ def ratio(part: Tensor, whole: Tensor) -> Tensor:
 def _chain_outcome(
     p_BPV: Tensor,
     q_BNV: Tensor,
-    draft: DrawnBatch,
+    draft: DraftBatch,
     draws: Draws,
     accepted_B: Tensor,
     overlap_BN: Tensor,

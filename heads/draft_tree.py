@@ -1,15 +1,15 @@
 """Drafts: the tokens that a drafter proposes in one round, chosen deterministically or drawn at random.
 
-A `Draft` holds tokens that were chosen in any way: the best k, pruned, re-sorted, copied from the prompt. A
-`DrawnDraft` holds tokens that were drawn from the drafter's q one after the other, all of which were kept; only
-`Drawing` creates it. Verification rules that compare p with q require a `DrawnDraft`: they are not lossless for tokens
-that were selected after their values were known.
+Tokens of a draft without q were chosen in any way: the best k, pruned, re-sorted, copied from the prompt. Those of a
+draft with q were drawn from it one after the other, and all of them were kept; only `Drawing`, `BatchDrawing` and
+`DraftBatch.of` set q. Verification rules that compare p with q require it: they are not lossless for tokens that were
+selected after their values were known.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import ClassVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -60,9 +60,29 @@ def path_to(parents: Parents, node: int) -> list[int]:
     return path[::-1]
 
 
+class _MayBeDrawn:
+    """Drafts with or without the q that their tokens were drawn from; `_drawn` sets it."""
+
+    _q: tuple[Tensor, ...] | None = None
+
+    @property
+    def drawn(self) -> bool:
+        """Whether the tokens were drawn from q."""
+        return self._q is not None
+
+    @property
+    def q(self) -> tuple[Tensor, ...]:
+        """For each node the distribution after its parent, with all logits processors applied: [V], or [B, V].
+
+        Siblings share it, and each was drawn without the earlier ones.
+        """
+        assert self._q is not None, "the tokens were chosen"
+        return self._q
+
+
 @dataclass(frozen=True)
-class Draft:
-    """A tree of draft tokens, chosen in any way. A chain is a tree with one path.
+class Draft(_MayBeDrawn):
+    """A tree of draft tokens, chosen in any way or drawn from q. A chain is a tree with one path.
 
     Nodes are stored in topological order. `parents[i]` is the index of node i's parent, `ROOT` for a child of the last
     committed token. Siblings hold different tokens.
@@ -70,9 +90,6 @@ class Draft:
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
-
-    drawn: ClassVar[bool] = False
-    """Whether its tokens were drawn from q, which makes it a `DrawnDraft`."""
 
     @classmethod
     def chain(cls, tokens: list[int]) -> "Draft":
@@ -112,7 +129,7 @@ class Draft:
         return list(range(node + 1)) if self.is_chain else path_to(self.parents, node)
 
     def keep(self, nodes: list[int]) -> "Draft":
-        """Return a draft of these nodes in this order, each after its parent. It is never a `DrawnDraft`."""
+        """Return a draft of these nodes in this order, each after its parent: a chosen draft."""
         place = {ROOT: ROOT}
         for new, old in enumerate(nodes):
             place[old] = new
@@ -122,28 +139,11 @@ class Draft:
         return len(self.tokens)
 
 
-class DrawnDraft(Draft):
-    """A tree whose tokens were drawn from the drafter's q; only `Drawing` creates it."""
-
-    drawn: ClassVar[bool] = True
-    q: tuple[Tensor, ...]
-    """For each node the distribution [V] after its parent, with all logits processors applied; siblings share it, and
-    each was drawn without the earlier ones."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        raise TypeError("a DrawnDraft is created by Drawing only; use Draft for tokens that were chosen otherwise")
-
-    @property
-    def q_NV(self) -> Tensor:
-        """The distributions [N, V] from which the tokens were drawn."""
-        return torch.stack(self.q)
-
-
 class Drawing:
     """A tree of tokens that are drawn from q, all of which are kept; `draw_together` draws them.
 
     A token is submitted before it is known; tokens cannot be removed, and tokens that were not drawn cannot be added.
-    The rules for `DrawnDraft` require this ("non-anticipation").
+    The rules for drawn drafts require this ("non-anticipation").
     """
 
     def __init__(self) -> None:
@@ -153,9 +153,9 @@ class Drawing:
         self.asked = 0
         """Number of draws that were asked for; a draw is none where the support of q was exhausted."""
 
-    def draft(self) -> DrawnDraft:
+    def draft(self) -> Draft:
         """Return the draft of all tokens that were drawn."""
-        return _drawn(tuple(self._tokens), tuple(self._parents), tuple(self._q))
+        return _drawn(Draft(tuple(self._tokens), tuple(self._parents)), self._q)
 
 
 Draw = Callable[[Tensor, int | Tensor, Tensor | None], Tensor]
@@ -221,21 +221,22 @@ def draw_together(
     return drawn
 
 
-def _drawn(tokens: tuple[int, ...], parents: Parents, q: tuple[Tensor, ...]) -> DrawnDraft:
-    draft = object.__new__(DrawnDraft)
-    for name, value in {"tokens": tokens, "parents": parents, "q": q}.items():
-        object.__setattr__(draft, name, value)
+DraftOrBatch = TypeVar("DraftOrBatch", Draft, "DraftBatch")
+
+
+def _drawn(draft: DraftOrBatch, q: Iterable[Tensor]) -> DraftOrBatch:
+    """Set the distributions from which all tokens of a draft were drawn."""
+    object.__setattr__(draft, "_q", tuple(q))
     return draft
 
 
-class DraftBatch:
-    """Drafts of B texts, whose tokens are on the device. They have one shape, or come from `mixed`.
+class DraftBatch(_MayBeDrawn):
+    """Drafts of B texts, whose tokens are on the device. They have one shape, or are chosen ones of any shapes.
 
     `tokens_BN`: [B, N]. `valid_BN`: bool, False where a text has no such node; no node of it is below one. None: all
     texts have all nodes. `own`: for each text the nodes of its draft that these are, or `NO_NODE`; None: the same.
     """
 
-    drawn: ClassVar[bool] = False
     own: list[list[int]] | None = None
     own_BN: Tensor | None = None
     """`own` on the device."""
@@ -249,57 +250,19 @@ class DraftBatch:
 
     @staticmethod
     def of(drafts: Sequence[Draft], device: torch.device | None = None) -> "DraftBatch":
-        """Return drafts of equal shape, all of which were drawn in the same way or none of which was, as a batch."""
-        first = drafts[0]
-        assert all(draft.parents == first.parents and draft.drawn == first.drawn for draft in drafts)
-        tokens_BN = torch.tensor([draft.tokens for draft in drafts], dtype=torch.int64, device=device)
-        if not isinstance(first, DrawnDraft):
-            return DraftBatch(tokens_BN, first.parents)
-        q = [draft.q for draft in drafts if isinstance(draft, DrawnDraft)]
-        return _drawn_batch(tokens_BN, first.parents, None, tuple(torch.stack(rows) for rows in zip(*q, strict=True)))
+        """Return drafts as a batch: chosen ones, or drawn ones of at least one token each.
 
-    @staticmethod
-    def mixed(drafts: Sequence[Draft], device: torch.device | None = None) -> "DraftBatch":
-        """Return chosen drafts of different shapes as a batch, which only the point-mass rule verifies."""
-        assert not any(draft.drawn for draft in drafts)
-        most = max(map(len, drafts))
-        values = [
-            [[0, *own, *[0] * (most - len(draft))] for own in (draft.tokens, draft.parents, draft.depths)]
-            for draft in drafts
-        ]
-        tokens_BP, parents_BP, depths_BP = torch.tensor(values, device=device).unbind(1)
-        batch = DraftBatch(tokens_BP[:, 1:], (), depths_BP[:, 1:] > 0)
-        batch.shapes = [draft.parents for draft in drafts]
-        batch._places_BN, batch._depths_BP = parents_BP[:, 1:] + 1, depths_BP
-        return batch
-
-    @staticmethod
-    def of_chains(drafts: Sequence[Draft], device: torch.device | None = None) -> "DraftBatch":
-        """Return drawn chains of at least one token each as a batch of the longest one's shape."""
-        longest = max(drafts, key=len)
-        own = [[node if node < len(draft) else NO_NODE for node in range(len(longest))] for draft in drafts]
-        batch = DraftBatch.of_trees(drafts, longest.parents, own, device)
-        batch.own = batch.own_BN = None  # the nodes that a chain has are those of the longest one
-        return batch
-
-    @staticmethod
-    def of_trees(
-        drafts: Sequence[Draft], parents: Parents, own: list[list[int]], device: torch.device | None = None
-    ) -> "DrawnBatch":
-        """Return drawn trees of at least one token each as a batch of this shape, which contains theirs.
-
-        `own`: for each tree its node, or `NO_NODE`, at every node of the shape.
+        Chosen drafts of different shapes become a batch that only the point-mass rule verifies. The shape of drawn ones
+        contains theirs, see `united`.
         """
-        trees = [draft for draft in drafts if isinstance(draft, DrawnDraft)]
-        assert len(trees) == len(drafts)
-        # Where a text has no node, its first one stands, so that p/q is a number everywhere.
-        held = [[max(node, 0) for node in nodes] for nodes in own]
-        rows = [[tree.tokens[node] for node in nodes] for tree, nodes in zip(trees, held, strict=True)]
-        q = zip(*([tree.q[node] for node in nodes] for tree, nodes in zip(trees, held, strict=True)), strict=True)
-        own_BN = torch.tensor(own, device=device)
-        batch = _drawn_batch(torch.tensor(rows, device=device), parents, own_BN >= 0, tuple(map(torch.stack, q)))
-        batch.own, batch.own_BN = own, own_BN
-        return batch
+        first = drafts[0]
+        assert all(draft.drawn == first.drawn for draft in drafts)
+        if first.drawn and first.tokens:
+            return _united(drafts, device)
+        if any(draft.parents != first.parents for draft in drafts):
+            return _mixed(drafts, device)
+        tokens_BN = torch.tensor([draft.tokens for draft in drafts], dtype=torch.int64, device=device)
+        return DraftBatch(tokens_BN, first.parents)
 
     @property
     def is_chain(self) -> bool:
@@ -330,28 +293,65 @@ class DraftBatch:
         return self.tokens_BN.shape[1]
 
 
-class DrawnBatch(DraftBatch):
-    """Drafts of one shape that were drawn from the drafter's q; only `BatchDrawing` and `DraftBatch.of` create it."""
-
-    drawn: ClassVar[bool] = True
-    q: tuple[Tensor, ...]
-    """For each node the distributions [B, V] after its parent, as in a `DrawnDraft`."""
-
-    def __init__(self, *_: object, **__: object) -> None:
-        raise TypeError("a DrawnBatch is created by BatchDrawing only; use DraftBatch for tokens that were not drawn")
-
-
-def _drawn_batch(tokens_BN: Tensor, parents: Parents, valid_BN: Tensor | None, q: tuple[Tensor, ...]) -> DrawnBatch:
-    batch = object.__new__(DrawnBatch)
-    DraftBatch.__init__(batch, tokens_BN, parents, valid_BN)
-    batch.q = q
+def _mixed(drafts: Sequence[Draft], device: torch.device | None) -> DraftBatch:
+    """Return chosen drafts of different shapes as a batch."""
+    most = max(map(len, drafts))
+    values = [
+        [[0, *own, *[0] * (most - len(draft))] for own in (draft.tokens, draft.parents, draft.depths)]
+        for draft in drafts
+    ]
+    tokens_BP, parents_BP, depths_BP = torch.tensor(values, device=device).unbind(1)
+    batch = DraftBatch(tokens_BP[:, 1:], (), depths_BP[:, 1:] > 0)
+    batch.shapes = [draft.parents for draft in drafts]
+    batch._places_BN, batch._depths_BP = parents_BP[:, 1:] + 1, depths_BP
     return batch
 
 
-class BatchDrawing:
-    """Draws chains of one length for B texts and keeps all tokens; see `Drawing` for the condition."""
+def _united(drafts: Sequence[Draft], device: torch.device | None) -> DraftBatch:
+    """Return drawn drafts as a batch of the smallest shape that contains theirs."""
+    parents, own = united([draft.parents for draft in drafts])
+    # Where a text has no node, its first one stands, so that p/q is a number everywhere.
+    held = [[max(node, 0) for node in nodes] for nodes in own]
+    values = [
+        [*(draft.tokens[node] for node in nodes), *mine] for draft, nodes, mine in zip(drafts, held, own, strict=True)
+    ]
+    tokens_BN, own_BN = torch.tensor(values, dtype=torch.int64, device=device).split(len(parents), 1)
+    whole = all(min(nodes) > NO_NODE for nodes in own)
+    batch = DraftBatch(tokens_BN, parents, None if whole else own_BN >= 0)
+    if any(node not in (place, NO_NODE) for nodes in own for place, node in enumerate(nodes)):
+        batch.own, batch.own_BN = own, own_BN
+    q = zip(*([draft.q[node] for node in nodes] for draft, nodes in zip(drafts, held, strict=True)), strict=True)
+    return _drawn(batch, map(torch.stack, q))
 
-    def __init__(self, draw: Draw) -> None:
+
+def united(shapes: Sequence[Parents]) -> tuple[Parents, list[list[int]]]:
+    """Return the smallest shape that contains these, and for each of them its node, or `NO_NODE`, at every node of it.
+
+    Siblings keep their order: the first child of a node is the first child of it in every shape that has it.
+    """
+    parents: list[int] = []
+    nodes: dict[tuple[int, int], int] = {}
+    """By parent and order among its children."""
+    own: list[dict[int, int]] = []
+    for shape in shapes:
+        place, children = {ROOT: ROOT}, children_of(shape)
+        for node, parent in enumerate(shape):
+            key = place[parent], children[parent + 1].index(node)
+            if key not in nodes:
+                nodes[key] = len(parents)
+                parents.append(key[0])
+            place[node] = nodes[key]
+        own.append({united: node for node, united in place.items()})
+    return tuple(parents), [[of_text.get(node, NO_NODE) for node in range(len(parents))] for of_text in own]
+
+
+class BatchDrawing:
+    """Builds drafts of one shape for B texts on the device: all nodes are chosen, or all are drawn and kept.
+
+    See `Drawing` for what drawing requires. `draw`: None where nodes are chosen.
+    """
+
+    def __init__(self, draw: Draw | None) -> None:
         self._draw = draw
         self.parents: list[int] = []
         self.tokens: list[Tensor] = []
@@ -359,28 +359,38 @@ class BatchDrawing:
         self.valid: list[Tensor | None] = []
         self._q: list[Tensor] = []
 
-    def add(self, parent: int, q_BV: Tensor, valid_B: Tensor | None) -> None:
+    def choose(self, parent: int, token_B: Tensor, valid_B: Tensor | None) -> None:
+        """Add a child of `parent`."""
+        assert not self._q, "chosen tokens cannot be added to a drawn draft"
+        self._add(parent, token_B, valid_B)
+
+    def draw(self, parent: int, q_BV: Tensor, valid_B: Tensor | None) -> None:
         """Draw a child of `parent` for the rows that are valid."""
-        self.tokens.append(self._draw(q_BV, len(self.tokens), valid_B))
-        self.parents.append(parent)
-        self.valid.append(valid_B)
+        assert self._draw is not None, "drawn tokens cannot be added to a chosen draft"
+        self._add(parent, self._draw(q_BV, len(self.tokens), valid_B), valid_B)
         self._q.append(q_BV)
 
-    def add_chain(self, tokens_BD: Tensor, q: Sequence[Tensor]) -> None:
-        """Add a chain after the root for all rows, each of whose tokens was drawn from its q [B, V]."""
-        assert not self.tokens, "nothing has been drawn"
-        self.tokens += tokens_BD.unbind(1)
-        self.parents += chain_parents(len(q))
-        self.valid += [None] * len(q)
+    def chain(self, tokens_BD: Tensor, q: Sequence[Tensor]) -> None:
+        """Add a chain after the root for all rows, each of whose tokens was drawn from its q [B, V]; none: chosen."""
+        assert not self.tokens, "nothing was added before"
+        assert len(q) == (0 if self._draw is None else tokens_BD.shape[1])
+        for parent, token_B in zip(chain_parents(tokens_BD.shape[1]), tokens_BD.unbind(1), strict=True):
+            self._add(parent, token_B, None)
         self._q += q
 
-    def batch(self) -> DrawnBatch:
-        """Return the drafts of all tokens that were drawn."""
+    def _add(self, parent: int, token_B: Tensor, valid_B: Tensor | None) -> None:
+        self.tokens.append(token_B)
+        self.parents.append(parent)
+        self.valid.append(valid_B)
+
+    def batch(self) -> DraftBatch:
+        """Return the drafts of all tokens."""
         tokens_BN = torch.stack(self.tokens, 1)
-        return _drawn_batch(tokens_BN, tuple(self.parents), stacked(self.valid, tokens_BN), tuple(self._q))
+        batch = DraftBatch(tokens_BN, tuple(self.parents), _stacked(self.valid, tokens_BN))
+        return batch if self._draw is None else _drawn(batch, self._q)
 
 
-def stacked(valid: Sequence[Tensor | None], tokens_BN: Tensor) -> Tensor | None:
+def _stacked(valid: Sequence[Tensor | None], tokens_BN: Tensor) -> Tensor | None:
     """Return the validity [B] of every node (None: of all rows) as one tensor; None where all are valid."""
     if all(valid_B is None for valid_B in valid):
         return None

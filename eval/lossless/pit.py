@@ -20,7 +20,7 @@ from torch import Tensor
 from draftsmith.decode.draws import Draws
 from draftsmith.decode.sequence import DecodeOutput
 from draftsmith.decode.verification import Outcome, Rule, VerifyBatch, VerifyResult, verify_batch
-from draftsmith.heads.draft_tree import ROOT, Draft, DraftBatch, DrawnBatch
+from draftsmith.heads.draft_tree import ROOT, Draft, DraftBatch
 
 # Shapes: N tokens, V vocabulary, P positions of a draft.
 
@@ -100,7 +100,7 @@ class Watch:
         outcome = verify(p_BPV, draft, draws)
         for row, values in enumerate(outcome.packed().tolist()):
             whole = Draft(tuple(draft.tokens_BN[row].tolist()), draft.parents)  # none of the paths has invalid nodes
-            q = tuple(q_BV[row] for q_BV in draft.q) if isinstance(draft, DrawnBatch) else None
+            q = tuple(q_BV[row] for q_BV in draft.q) if draft.drawn else None
             self._add(p_BPV[row], whole, q, outcome.result(values, whole))
         return outcome
 

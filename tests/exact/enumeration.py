@@ -12,7 +12,7 @@ from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.proposal import Proposal, p_of, result_of
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.verification import Rule, VerifyResult, verify_batch
-from draftsmith.heads.draft_tree import Draft, DraftBatch, Drawing, DrawnDraft, children_of, depths_of, draw_together
+from draftsmith.heads.draft_tree import Draft, DraftBatch, Drawing, children_of, depths_of, draw_together
 
 Tokens = tuple[int, ...]
 
@@ -196,7 +196,7 @@ def verify(rule: Rule | None, p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyRes
     return replace(result, next_token=draws.last[0])
 
 
-def drawn_draft(parents: Sequence[int], q: Callable[[int], Tensor], rng: Rng) -> DrawnDraft:
+def drawn_draft(parents: Sequence[int], q: Callable[[int], Tensor], rng: Rng) -> Draft:
     """Return a draft whose nodes have these parents, all drawn: each from `q(parent)`."""
     drawing, draws = Drawing(), RowDraws([rng])
     for parent in parents:

@@ -17,7 +17,7 @@ from transformers import NoRepeatNGramLogitsProcessor
 
 from draftsmith.decode.policies import Chain, ConfidenceChain, Policy, StaticTree, widths_shape
 from draftsmith.decode.sampling import Sampling
-from draftsmith.heads.draft_tree import ROOT, Draft, DrawnDraft
+from draftsmith.heads.draft_tree import ROOT, Draft
 
 SEED = 7
 PLAIN_SETTING = Setting()
@@ -97,33 +97,33 @@ def test_the_mutants_are_correct_without_their_mutation(rule: Verify, policy: Po
 # Correct rules on drafts whose type is wrong.
 
 
-def kept(draft: DrawnDraft, nodes: Sequence[int]) -> DrawnDraft:
+def kept(draft: Draft, nodes: Sequence[int]) -> Draft:
     """Return a draft of some nodes that claims to hold all drawn nodes."""
     plain = draft.keep(list(nodes))
     return forged(plain.tokens, plain.parents, [draft.q[node] for node in nodes])
 
 
-def softmax_q(pair: Round, draft: Draft) -> DrawnDraft:
+def softmax_q(pair: Round, draft: Draft) -> Draft:
     """Return the draft with the drafter's softmax as q, without processors and for tokens chosen in any way."""
     texts = [PROMPT + below(draft, parent) for parent in draft.parents]
     return forged(draft.tokens, draft.parents, [pair.drafter.model.logits(text).softmax(-1) for text in texts])
 
 
-def by_q(draft: DrawnDraft) -> list[int]:
+def by_q(draft: Draft) -> list[int]:
     """Return the children of the root, the most likely first."""
     return sorted(range(len(draft)), key=lambda node: -float(draft.q[node][draft.tokens[node]]))
 
 
-def sorted_by_q(pair: Round, draft: DrawnDraft) -> DrawnDraft:
+def sorted_by_q(pair: Round, draft: Draft) -> Draft:
     return kept(draft, by_q(draft))
 
 
-def best_two(pair: Round, draft: DrawnDraft) -> DrawnDraft:
+def best_two(pair: Round, draft: Draft) -> Draft:
     """Return a draft of the two most likely tokens, in the order in which they were drawn."""
     return kept(draft, sorted(by_q(draft)[:2]))
 
 
-def without_unlikely(pair: Round, draft: DrawnDraft) -> Draft:
+def without_unlikely(pair: Round, draft: Draft) -> Draft:
     """Return the chain up to its first token, except the very first, with a q below a quarter."""
     unlikely = (node for node in range(1, len(draft)) if draft.q[node][draft.tokens[node]] < 0.25)
     return kept(draft, range(next(unlikely, len(draft))))
@@ -141,7 +141,7 @@ class Forgery:
     setting: Setting = PLAIN_SETTING
 
 
-def learned_from_the_draft(pair: Round, draft: DrawnDraft) -> Draft:
+def learned_from_the_draft(pair: Round, draft: Draft) -> Draft:
     """Return the draft with the q of a drafter that was updated on the drawn tokens before they were verified."""
     updated = ToyModel(hash((SEED, draft.tokens)))
     texts = [PROMPT + below(draft, parent) for parent in draft.parents]

@@ -8,13 +8,13 @@ from exact.enumeration import BranchingRng, RowDraws, drawn_draft, verify
 
 from draftsmith.decode.verification import RULES, best_rule
 from draftsmith.errors import ConfigError
-from draftsmith.heads.draft_tree import ROOT, Draft, Drawing, DrawnDraft, draw_together
+from draftsmith.heads.draft_tree import ROOT, Draft, Drawing, draw_together
 
 Q_V = torch.tensor([0.1, 0.2, 0.3, 0.3, 0.1], dtype=torch.float64)
 RATIO_RULES = ("token", "block", "siblings-without-replacement", "traversal")
 
 
-def drawn(parents: list[int]) -> DrawnDraft:
+def drawn(parents: list[int]) -> Draft:
     return drawn_draft(parents, lambda _: Q_V, BranchingRng())
 
 
@@ -41,7 +41,7 @@ def require_refusal(rule: str, draft: Draft, kind: str) -> None:
 @pytest.mark.parametrize("rule", RATIO_RULES)
 @pytest.mark.parametrize("draft", CHOSEN)
 def test_a_ratio_rule_refuses_tokens_that_were_chosen(rule: str, draft: str) -> None:
-    assert type(CHOSEN[draft]) is Draft
+    assert not CHOSEN[draft].drawn
     require_refusal(rule, CHOSEN[draft], "chosen, not drawn")
 
 
@@ -68,13 +68,16 @@ def test_the_default_rule_fits_and_is_lossless(draft: Draft) -> None:
 
 
 def test_a_drawn_draft_cannot_be_made_by_hand() -> None:
-    with pytest.raises(TypeError, match="Drawing"):
-        DrawnDraft((2, 3), (ROOT, 0))
-    with pytest.raises(TypeError, match="Drawing"):
-        DrawnDraft()
-    with pytest.raises(TypeError, match="Drawing"):
-        replace(CHAIN, tokens=(3, 2))
-    assert type(DrawnDraft.chain([2, 3])) is Draft
+    assert CHAIN.drawn
+    assert not replace(CHAIN, tokens=(3, 2)).drawn
+    with pytest.raises(TypeError, match="_q"):
+        Draft((2, 3), (ROOT, 0), _q=CHAIN.q)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match="_q"):
+        replace(Draft.chain([2, 3]), _q=CHAIN.q)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(AttributeError):
+        Draft.chain([2, 3]).q = CHAIN.q  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(AssertionError, match="chosen"):
+        _ = CHAIN.keep([0, 1]).q
 
 
 def test_every_draw_of_a_level_has_a_number_of_its_own() -> None:

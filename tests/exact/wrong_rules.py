@@ -13,7 +13,7 @@ from torch import Tensor
 from draftsmith.decode.draws import Draws
 from draftsmith.decode.verification import RULES, VerifyBatch, VerifyResult
 from draftsmith.decode.verification_rules import Decided
-from draftsmith.heads.draft_tree import ROOT, Draft, DraftBatch, DrawnBatch, DrawnDraft
+from draftsmith.heads.draft_tree import ROOT, Draft, DraftBatch
 
 FIFTH = 0.2
 """Any threshold on p is wrong; at this one both outcomes are common."""
@@ -81,22 +81,21 @@ def of_text(batch: DraftBatch, row: int) -> tuple[Draft, list[int]]:
     place = {ROOT: ROOT} | {node: number for number, node in enumerate(nodes)}
     tokens = tuple(int(batch.tokens_BN[row, node]) for node in nodes)
     parents = tuple(place[batch.parents[node]] for node in nodes)
-    if not isinstance(batch, DrawnBatch):
+    if not batch.drawn:
         return Draft(tokens, parents), nodes
     return forged(tokens, parents, [batch.q[node][row] for node in nodes]), nodes
 
 
-def forged(tokens: Sequence[int], parents: Sequence[int], q: Sequence[Tensor]) -> DrawnDraft:
-    """Return a `DrawnDraft` of tokens that may not have been drawn from `q`, past the guard of its class."""
-    draft = object.__new__(DrawnDraft)
-    for name, value in (("tokens", tuple(tokens)), ("parents", tuple(parents)), ("q", tuple(q))):
-        object.__setattr__(draft, name, value)
+def forged(tokens: Sequence[int], parents: Sequence[int], q: Sequence[Tensor]) -> Draft:
+    """Return a drawn draft of tokens that may not have been drawn from `q`, past the guard of its class."""
+    draft = Draft(tuple(tokens), tuple(parents))
+    object.__setattr__(draft, "_q", tuple(q))
     return draft
 
 
 def token(
     p_PV: Tensor,
-    draft: DrawnDraft,
+    draft: Draft,
     rng: Rng,
     *,
     accept: Callable[[float, float], float] = _ratio,
@@ -109,38 +108,38 @@ def token(
     return VerifyResult(tuple(range(len(draft))), rng.categorical(p_PV[-1]), ())
 
 
-def residual_of_p(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
+def residual_of_p(p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
     """Draw from p after a rejection instead of norm(max(p - q, 0))."""
     return token(p_PV, draft, rng, correct=lambda p_V, q_V: p_V)
 
 
-def inverted_ratio(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
+def inverted_ratio(p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
     """Accept with probability q/p."""
     return token(p_PV, draft, rng, accept=lambda p, q: q / p)
 
 
-def accepts_what_p_finds_likely(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
+def accepts_what_p_finds_likely(p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
     """Accept every token with p above a fifth."""
     return token(p_PV, draft, rng, accept=lambda p, q: float(p > FIFTH))
 
 
-def off_by_one_p(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
+def off_by_one_p(p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
     """Compare each draft token with the distribution one position later."""
     return token_rule(torch.cat([p_PV[1:], p_PV[-1:]]), draft, rng)
 
 
-def bonus_from_the_position_before(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
+def bonus_from_the_position_before(p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
     """Draw the bonus token from the p of the last draft token."""
     return token_rule(torch.cat([p_PV[:-1], p_PV[-2:-1]]), draft, rng)
 
 
-def dropped_bonus(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
+def dropped_bonus(p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
     """Repeat the last draft token instead of drawing the bonus token."""
     result = token_rule(p_PV, draft, rng)
     return result if result.accepted < len(draft) else VerifyResult(result.path, draft.tokens[-1], ())
 
 
-def reused_uniform(p_PV: Tensor, draft: DrawnDraft, rng: Rng) -> VerifyResult:
+def reused_uniform(p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
     """Compare every draft token with the same uniform number."""
     ratios = [min(1.0, float(p_PV[i, x] / draft.q[i][x])) for i, x in enumerate(draft.tokens)]
     # The number lies between two of the sorted ratios: all ratios above it are accepted.
@@ -170,9 +169,7 @@ class _Certain:
         return self._rng.bernoulli(1.0 if probability != probability else probability)
 
 
-def block(
-    p_PV: Tensor, draft: DrawnDraft, rng: Rng, *, scaled: bool = True, stop_at_failure: bool = False
-) -> VerifyResult:
+def block(p_PV: Tensor, draft: Draft, rng: Rng, *, scaled: bool = True, stop_at_failure: bool = False) -> VerifyResult:
     """The block rule, with options to leave out the scaling and the search for the longest prefix."""
     N = len(draft)
     weights, passes = [1.0], []
@@ -194,7 +191,7 @@ def block(
 
 
 def siblings(
-    p_PV: Tensor, draft: DrawnDraft, rng: Rng, *, renormalise_p: bool = True, renormalise_q: bool = True
+    p_PV: Tensor, draft: Draft, rng: Rng, *, renormalise_p: bool = True, renormalise_q: bool = True
 ) -> VerifyResult:
     """The rule for siblings without replacement, with options to leave out its two normalisations."""
     children, node, path = draft.children, ROOT, []
@@ -219,7 +216,7 @@ def siblings(
 
 
 def traversal(
-    p_PV: Tensor, draft: DrawnDraft, rng: Rng, *, update_weight: bool = True, renormalise_q: bool = True
+    p_PV: Tensor, draft: Draft, rng: Rng, *, update_weight: bool = True, renormalise_q: bool = True
 ) -> VerifyResult:
     """Traversal verification by recursion, with options to leave out two of its steps.
 

@@ -35,7 +35,7 @@ from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter, Level
 from draftsmith.heads.draft_model import DraftModel
-from draftsmith.heads.draft_tree import Draft, DrawnDraft
+from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.medusa import Medusa
 from draftsmith.heads.ngram import Hybrid, SuffixRetrieval
 
@@ -98,7 +98,7 @@ def test_drafts_are_trees_that_fit(policy: Policy, greedy: bool, room: int) -> N
         assert len(shown) >= 1
         assert shown.depth <= room
         assert all(parent < node for node, parent in enumerate(shown.parents))
-        assert isinstance(shown, DrawnDraft) != (greedy or isinstance(policy, (StaticTree, BestFirst)))
+        assert shown.drawn != (greedy or isinstance(policy, (StaticTree, BestFirst)))
         pairs = list(zip(shown.parents, shown.tokens, strict=True))
         assert len(set(pairs)) == len(pairs), "siblings differ"
 
