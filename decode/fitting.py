@@ -2,16 +2,25 @@
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.loop import example_draft
+from draftsmith.decode.draft_builder import DraftBuilder
+from draftsmith.decode.draws import seeded_draws
+from draftsmith.decode.grown_drafts import propose
 from draftsmith.decode.passes.capability import Capability, capability_of
 from draftsmith.decode.policies import MAY_BRANCH, Policy
+from draftsmith.decode.sampling import Processors, Sampling
+from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.verification import Rule
 from draftsmith.errors import ConfigError
-from draftsmith.heads.base import Drafter
+from draftsmith.heads.base import Drafter, Level
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.draft_tree import Draft
+
+EXAMPLE = 8
+"""Maximum depth of an example draft."""
 
 
 def capabilities(target: PreTrainedModel, drafter: Drafter | None) -> list[Capability]:
@@ -31,7 +40,30 @@ def require_readable(policy: Policy, models: Sequence[Capability]) -> None:
 
 
 def _examples(policy: Policy) -> list[Draft]:
-    return [example_draft(policy, sharpness) for sharpness in (0.0, 4.0)]
+    """Return drafts that the policy builds at temperature 1 with flat and with peaked logits."""
+    return [_example(policy, sharpness) for sharpness in (0.0, 4.0)]
+
+
+def _example(policy: Policy, sharpness: float) -> Draft:
+    """Return a draft of the policy with a drafter whose logits after every node are 0, -sharpness, …"""
+    text = DecodeSequence([0], 2 + EXAMPLE)
+    builder = DraftBuilder(text, EXAMPLE, Processors(Sampling(1.0)))
+    logits_V = -sharpness * torch.arange(2.0 * EXAMPLE)
+    return propose(_Constant(logits_V), [policy.fresh()], [builder], [None], seeded_draws([0], [1], logits_V.device))[0]
+
+
+class _Constant(Drafter):
+    """A drafter with the same logits after every node."""
+
+    def __init__(self, logits_V: Tensor) -> None:
+        super().__init__()
+        self._logits_V = logits_V
+
+    def begin(self, rows: list[int]) -> Tensor:
+        return self._logits_V[None]
+
+    def extend(self, level: Level) -> Tensor:
+        return self._logits_V.expand(*level.tokens_Bn.shape, -1)
 
 
 def require_fitting(rule: Rule, drafter: Drafter, policy: Policy | None) -> None:

@@ -22,17 +22,14 @@ from draftsmith.decode.passes.graphs import in_one_layout, run_step
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.policies.base import FixedPolicy, Policy, most_nodes
 from draftsmith.decode.proposal import Proposal, p_of, read_outcomes
-from draftsmith.decode.sampling import MakeContexts, Processors, Sampling, precise
+from draftsmith.decode.sampling import MakeContexts, Processors, precise
 from draftsmith.decode.sequence import DecodeSequence, Round
 from draftsmith.decode.target import Target
 from draftsmith.decode.uniforms import signed
 from draftsmith.decode.verification import Rule, VerifyResult, verify_batch, verify_greedy
-from draftsmith.heads.base import Drafter, Level, Needs
+from draftsmith.heads.base import Drafter, Needs
 from draftsmith.heads.draft_tree import ROOT, Draft
 from draftsmith.heads.rows import Counts, Rows, rows_of
-
-EXAMPLE = 8
-"""Maximum depth of an example draft."""
 
 
 def _retrieved(drafter: Drafter, rooms: Sequence[int]) -> list[Draft | None]:
@@ -40,31 +37,6 @@ def _retrieved(drafter: Drafter, rooms: Sequence[int]) -> list[Draft | None]:
     if type(drafter).retrieve is Drafter.retrieve:
         return [None for _ in rooms]
     return [drafter.retrieve(row, room) if room > 0 else None for row, room in enumerate(rooms)]
-
-
-def example_draft(policy: Policy, sharpness: float) -> Draft:
-    """Return a draft that the policy builds at temperature 1 with a drafter whose logits are equal after every node.
-
-    `sharpness`: the difference between consecutive logits.
-    """
-    text = DecodeSequence([0], 2 + EXAMPLE)
-    builder = DraftBuilder(text, EXAMPLE, Processors(Sampling(1.0)))
-    logits_V = -sharpness * torch.arange(2.0 * EXAMPLE)
-    return propose(_Constant(logits_V), [policy.fresh()], [builder], [None], seeded_draws([0], [1], logits_V.device))[0]
-
-
-class _Constant(Drafter):
-    """A drafter with the same logits after every node."""
-
-    def __init__(self, logits_V: Tensor) -> None:
-        super().__init__()
-        self._logits_V = logits_V
-
-    def begin(self, rows: list[int]) -> Tensor:
-        return self._logits_V[None]
-
-    def extend(self, level: Level) -> Tensor:
-        return self._logits_V.expand(*level.tokens_Bn.shape, -1)
 
 
 # Shapes: B texts, N draft nodes, H hidden size, V vocabulary.
