@@ -14,7 +14,7 @@ from torch import Tensor
 from draftsmith.decode.sampling import index_at
 from draftsmith.decode.uniforms import first_uniforms, round_keys, signed, uniforms
 from draftsmith.heads.draft_tree import DraftBatch
-from draftsmith.heads.rows import Counts
+from draftsmith.heads.rows import Counts, constant
 
 NOT_DRAWN = -2
 """In place of a token that nothing has drawn; no node of a draft holds it."""
@@ -95,7 +95,7 @@ class SeededDraws:
     def of(self, rows: Sequence[int]) -> "SeededDraws":
         if list(rows) == list(range(len(self._keys_B))):
             return self
-        return SeededDraws(self._keys_B[torch.tensor(rows, device=self._keys_B.device)])
+        return SeededDraws(self._keys_B[constant(tuple(rows), self._keys_B.device)])
 
     def drafted(self, weights_BV: Tensor, node: Node, active_B: Tensor | None = None) -> Tensor:
         index_B = index_at(weights_BV, self._at(0, node))[:, 0]

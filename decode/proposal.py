@@ -11,7 +11,7 @@ from draftsmith.decode.draws import Draws
 from draftsmith.decode.fixed_drafts import contexts_of
 from draftsmith.decode.verification import Outcome, Rule, VerifyResult, takes_mixed, takes_united
 from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, Parents, path_to, united
-from draftsmith.heads.rows import Rows
+from draftsmith.heads.rows import Rows, constant
 
 # Shapes: B texts, N draft nodes, Q = 1 + the most nodes of a text.
 
@@ -136,10 +136,12 @@ def _kind(draft: Draft, rule: Rule | None) -> Hashable:
 def p_of(group: Group, p_BQV: Tensor) -> Tensor:
     """Return the target's distributions at the places of a group's batch, from those at the places of all drafts."""
     rows, batch, _ = group
-    if batch.own_BN is not None:
-        places_BP = torch.nn.functional.pad(batch.own_BN + 1, (1, 0))
-        return p_BQV[torch.tensor(rows, device=p_BQV.device)[:, None], places_BP]
-    return p_BQV if len(rows) == len(p_BQV) else p_BQV[rows, : len(batch) + 1]
+    if batch.own_BN is None and len(rows) == len(p_BQV):
+        return p_BQV
+    rows_B = constant(tuple(rows), p_BQV.device)
+    if batch.own_BN is None:
+        return p_BQV[rows_B, : len(batch) + 1]
+    return p_BQV[rows_B[:, None], torch.nn.functional.pad(batch.own_BN + 1, (1, 0))]
 
 
 def result_of(outcome: Outcome, batch: DraftBatch, number: int, values: Sequence[float], draft: Draft) -> VerifyResult:
@@ -158,7 +160,11 @@ def read_outcomes(
     count, tables = sum(len(rows) for (rows, _, _), _ in outcomes), []
     for (rows, _, _), outcome in outcomes:
         parts = [outcome.packed()]
-        parts += [] if empty_BQ is None else [(empty_BQ if len(rows) == count else empty_BQ[rows]).double()]
+        parts += (
+            []
+            if empty_BQ is None
+            else [(empty_BQ if len(rows) == count else empty_BQ[constant(tuple(rows), empty_BQ.device)]).double()]
+        )
         parts += proposal.packed()
         tables.append(torch.cat(parts, 1) if len(parts) > 1 else parts[0])
     widest = max(table.shape[1] for table in tables)

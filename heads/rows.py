@@ -25,7 +25,8 @@ def upload(values: Tensor | Sequence[Sequence[int]], device: torch.device) -> Te
 def constant(numbers: tuple[Any, ...], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
     """Return numbers, or rows of them, as a tensor on the device that later rounds use again.
 
-    For what follows from the shape of drafts alone. The dtype belongs to the key: (0, 1) equals (False, True).
+    For what follows from the shape of drafts or from the rows of a batch alone. The dtype belongs to the key: (0, 1)
+    equals (False, True).
     """
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=dtype, device=device)

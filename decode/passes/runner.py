@@ -121,10 +121,9 @@ class ModelRunner:
         for part_Bq in tokens_BQ.split(width, 1):
             logits.append(self.line(part_Bq))
             states.append(self.states)
-            if self.features_BQF is not None:
-                features.append(self.features_BQF[:, : part_Bq.shape[1]])
+            features += [] if self.features_BQF is None else [self.features_BQF]
         self.states = torch.cat(states, 1) if states[0].dim() == 3 else self.states
-        self.features_BQF = torch.cat(features, 1) if features else None
+        self.features_BQF = torch.cat(features, 1) if features else None  # padding follows the last part only
         return torch.cat(logits, 1)
 
     def block(self, tokens_Bb: Tensor, features_BCF: Tensor, counts: Sequence[int]) -> Tensor:
