@@ -55,7 +55,7 @@ class Exported:
 
     @property
     def usage(self) -> str:
-        return self.serving.usage.replace("{folder}", str(self.folder))
+        return self.serving.usage_of(str(self.folder))
 
 
 def check_export(format: str, type: str | None, dtype: str | None, out: Path) -> None:
@@ -160,7 +160,7 @@ def _readme(source: Source, serving: Serving, format: str, revision: str | None,
         "version": version("draftsmith"),
         "format": format,
         "language": serving.language,
-        "usage": serving.usage.replace("{folder}", folder),
+        "usage": serving.usage_of(folder),
         "quality": source.drafter.target_quality,
         "notes": serving.notes,
         "folder": folder,

@@ -120,13 +120,21 @@ class Serving:
 
     engine: str
     usage: str
-    """Code in the language `language`; `{folder}` is replaced by the export's folder or repository."""
+    """Code in the language `language`; `{folder}` stands for the export's folder or repository."""
     language: str = "sh"
     notes: list[str] = field(default_factory=list)
     port: int | None = None
     """The port on which `usage` starts a server; None where it starts none."""
     model: str = ""
     """The name under which this server has the target."""
+
+    def usage_of(self, folder: str) -> str:
+        """Return the code for an export in `folder`, whose name may have spaces and quotes."""
+        inside = json.dumps(folder, ensure_ascii=False)[1:-1]
+        if self.language != "sh":
+            return self.usage.replace("{folder}", inside)
+        quoted = inside.replace("'", "'\"'\"'")  # JSON within single quotes
+        return self.usage.replace('"{folder}"', f'"{quoted}"').replace("{folder}", shlex.quote(folder))
 
 
 def scales_embeddings(target: PreTrainedModel) -> bool:

@@ -78,7 +78,7 @@ def _llama_cpp(workshop: Workshop, kind: str) -> Plan:
     pair = workshop.pair(kind)
     usage = pair.exported("gguf").usage
     if "TARGET.gguf" in usage:
-        usage = usage.replace("TARGET.gguf", str(pair.target_file()))
+        usage = usage.replace("TARGET.gguf", shlex.quote(str(pair.target_file())))
     words = _words(usage)
     alone = [binary, *words[1 : words.index("-md")], *words[words.index("--metrics") :]]
     return Plan(pair, pair.target, words[words.index("--alias") + 1], [binary, *words[1:]], alone)

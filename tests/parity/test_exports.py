@@ -1,6 +1,8 @@
 """Exports, read again, are the same drafter bit by bit, in every format and option."""
 
+import ast
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +189,18 @@ def test_the_readme_says_how_to_start_it(tmp_path: Path, target: LlamaForCausalL
     for words in ("EAGLE3", "--speculative-num-steps 4", "--speculative-num-draft-tokens 5", "[1, 3, 4]"):
         assert words in (sglang.folder / "README.md").read_text()
     assert not sglang.adapted
+
+
+@pytest.mark.parametrize("format", ["vllm", "sglang", "transformers", "eagle"])
+def test_the_command_names_a_folder_with_spaces_and_quotes(
+    format: str, tmp_path: Path, target: LlamaForCausalLM
+) -> None:
+    drafter = made("eagle3", target)
+    out = exported(drafter, target, format, tmp_path / """it's "one" of 2""")
+    if format in ("eagle", "transformers"):
+        constants = [part.value for part in ast.walk(ast.parse(out.usage)) if isinstance(part, ast.Constant)]
+        assert str(out.folder) in constants
+    else:
+        words = shlex.split(out.usage.replace("\\\n", " "))
+        plan = json.loads(words[words.index("--speculative-config") + 1])["model"] if format == "vllm" else ""
+        assert str(out.folder) in [*words, plan]
