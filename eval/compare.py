@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from draftsmith.errors import ConfigError
-from draftsmith.eval.prompts import OVERALL
+from draftsmith.eval.causes import Sides, explained
 from draftsmith.eval.results import StoredEvaluation, short_policy
 from draftsmith.eval.settings import BASELINE, Variant
 from draftsmith.metrics import Draws, Series, percentiles, ratio, resampled_speedups, resampled_taus, speedup, tau
@@ -190,56 +190,17 @@ def _speedups(
     return _contrast(speedup(base, one), speedup(other_base, other), *speeds)
 
 
-ENOUGH = 0.1
-"""Difference between two acceptance rates at a position that rounding does not explain."""
-GREEDY_DRAFTS = (
-    "vLLM drafts the most likely tokens, of which fewer are accepted above T=0, unless --speculative-config has "
-    '"draft_sample_method": "probabilistic".'
-)
-
-
 def _explained(
     comparison: Comparison, a: StoredEvaluation, b: StoredEvaluation, arms: tuple[Variant, Variant]
 ) -> Comparison:
-    """Add the likely cause where an engine and the local decoder differ in tau."""
+    """Add the likely causes where an engine and the local decoder differ in tau."""
     if bool(a.get("server")) == bool(b.get("server")) or not comparison.tau.real:
         return comparison
-    place = (comparison.temperature, comparison.batch_size)
-    rates = [_acceptance(side, arm, place) for side, arm in zip((a, b), arms, strict=True)]
-    local, served = rates if b.get("server") else rates[::-1]
-    shared = list(zip(local, served, strict=False))
-    if not shared:
-        cause = "The engine does not count acceptance by position."
-    elif shared[0][0] - shared[0][1] > ENOUGH:
-        cause = (
-            f"The engine accepts {shared[0][1]:.2f} at the first position, the local decoder {shared[0][0]:.2f}: check "
-            "the ids of the layers that the drafter reads, the chat template and the draft vocabulary (d2t)."
-        )
-    elif any(ours - theirs > ENOUGH for ours, theirs in shared):
-        cause = (
-            "The first position agrees and later ones do not: check the norms of the drafter's states and its draft "
-            "vocabulary (d2t)."
-        )
-    elif len(local) != len(served):
-        cause = f"The engine drafts {len(served)} tokens, the local decoder {len(local)}."
-    else:
-        cause = "No position differs by much: dtype, quantisation or kernels are the likely cause."
-    lower = (comparison.tau.ratio < 1) == bool(b.get("server"))
-    if comparison.temperature > 0 and lower:
-        cause = f"{cause} {GREEDY_DRAFTS}"
-    return replace(comparison, cause=cause)
-
-
-def _acceptance(side: StoredEvaluation, arm: Variant, place: Condition) -> list[float]:
-    """Return acceptance by position of a variant over all prompts."""
-    for row in side.get("server", []):
-        if (row["temperature"], row["concurrency"]) == place:
-            return row["acceptance_at"]
-    for row in side["rows"]:
-        known = (row["drafter"], row["policy"]) == arm and row["category"] == OVERALL
-        if known and (row["temperature"], row["batch_size"]) == place:
-            return row["acceptance_at"]
-    return []
+    last = bool(b.get("server"))
+    local, served = (a, b) if last else (b, a)
+    ordered = arms if last else (arms[1], arms[0])
+    sides = Sides(local, served, ordered, comparison.temperature, comparison.batch_size)
+    return replace(comparison, cause=explained(sides, lower=(comparison.tau.ratio < 1) == last))
 
 
 def _contrast(a: float, b: float, a_S: NDArray, b_S: NDArray) -> Contrast:

@@ -128,13 +128,19 @@ class Engine:
         prompt = body["prompt"]
         return prompt if isinstance(prompt, list) else self.tokenizer(prompt)["input_ids"]
 
+    def tokens(self, prompt: list[int], body: dict[str, Any]) -> list[int]:
+        """The tokens of an answer."""
+        greedy = body["temperature"] <= (0 if self.loses_temperatures else 0.01)
+        return self.answer(prompt, 0 if greedy else body["seed"], body["max_tokens"])
+
     def reply(self, body: dict[str, Any]) -> dict[str, Any]:
         """The answer as the engines write it."""
         prompt = self.prompt_of(body)
-        greedy = body["temperature"] <= (0 if self.loses_temperatures else 0.01)
-        tokens = self.answer(prompt, 0 if greedy else body["seed"], body["max_tokens"])
+        tokens = self.tokens(prompt, body)
         finish = "stop" if tokens[-1] == self.tokenizer.eos_token_id else "length"
         shown = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        if stop := next((text for text in body.get("stop", []) if text in shown), None):
+            shown, finish = shown[: shown.index(stop)], "stop"
         choice: dict[str, Any] = {"index": 0, "finish_reason": finish, "logprobs": None, "stop_reason": None}
         ids = {"token_ids": tokens} if body.get("return_token_ids") else {}
         if "messages" in body:

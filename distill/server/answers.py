@@ -88,7 +88,7 @@ def read_answer(payload: Any, path: str, prompt: list[int]) -> Answer:
     calls = message.get("tool_calls") or []
     if text is None and (reasoning or calls):
         text = ""
-    tokens, stop = choice.get("token_ids"), choice.get("stop_reason")
+    tokens, stop = _token_ids(payload, choice), choice.get("stop_reason")
     if not isinstance(text, str) or not isinstance(reasoning, str) or not _objects(calls):
         raise BadAnswer("no text")
     if tokens is not None and not whole_numbers(tokens):
@@ -105,6 +105,12 @@ def read_answer(payload: Any, path: str, prompt: list[int]) -> Answer:
         usage,
         _same_prompt(choice.get("prompt_token_ids") or payload.get("prompt_token_ids"), usage, prompt),
     )
+
+
+def _token_ids(payload: dict[str, Any], choice: dict[str, Any]) -> Any:
+    """Return the answer's tokens as vLLM and SGLang return them, or llama-server; None where there are none."""
+    told = payload.get("__verbose")
+    return choice.get("token_ids", told.get("tokens") if isinstance(told, dict) else None)
 
 
 def _same_prompt(ids: Any, usage: dict[str, int], prompt: list[int]) -> bool | None:
@@ -174,7 +180,7 @@ class AnswerReader:
         size = len(self.chat.tokenizer)
         if any(token >= size for token in tokens):
             raise NoTokens(f"have tokens beyond the tokenizer's {size}")
-        shown, text = _bare(text_after(self.chat.tokenizer, prompt, tokens)), _bare(answer.text)
+        shown, text = bare(text_after(self.chat.tokenizer, prompt, tokens)), bare(answer.text)
         parsed = bool(answer.reasoning or answer.tool_calls)
         if text not in shown if parsed else text != shown:
             raise NoTokens("have tokens that are another text for the tokenizer")
@@ -212,11 +218,11 @@ class AnswerReader:
         start, end = last.spans[-1]
         shown = text_after(self.chat.tokenizer, last.input_ids[:start], last.input_ids[start:end])
         wanted = [answer.text, *([answer.reasoning] if self.thinking else [])]
-        if any(_bare(part) not in shown for part in wanted):
+        if any(bare(part) not in shown for part in wanted):
             raise NoTokens("have thinking that the chat template does not show (thinking='drop' leaves it out)")
         return last.input_ids[:end], start
 
 
-def _bare(text: str) -> str:
+def bare(text: str) -> str:
     """Return the text without the spaces around it and without characters of which only a part was generated."""
     return text.strip().rstrip(REPLACED).rstrip()

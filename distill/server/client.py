@@ -57,7 +57,20 @@ class ServerClient:
         return self.settings.base_url
 
     async def models(self) -> list[str]:
-        """Return the names that the server lists; an empty list where it lists none.
+        """Return the names that the server lists; an empty list where it lists none; errors: see `listed`."""
+        return _names(await self.listed())
+
+    async def context(self) -> int | None:
+        """Return the longest text in tokens where the server tells it (vLLM, SGLang, llama-server); see `listed`."""
+        for entry in await self.listed():
+            meta = entry.get("meta")
+            told = entry.get("max_model_len") or (meta.get("n_ctx") if isinstance(meta, dict) else None)
+            if type(told) is int and told > 0:
+                return told
+        return None
+
+    async def listed(self) -> list[dict[str, Any]]:
+        """Return the entries of the server's list of models.
 
         Raises:
             ConfigError: for an address at which no server listens.
@@ -66,7 +79,7 @@ class ServerClient:
         try:
             async with asyncio.timeout(self.settings.timeout_seconds):
                 once = self._client.with_options(max_retries=0)
-                return _names(parse_json(await once.get("/models", cast_to=str)))
+                payload = parse_json(await once.get("/models", cast_to=str))
         except Exception as error:
             reason = _reason(error)
             if getattr(error, "status_code", 0) in (401, 403):
@@ -74,6 +87,8 @@ class ServerClient:
             if _nobody_listens(error):
                 raise ConfigError(f"server {self.url} {reason}; expected a running server") from None
             return []  # sampling needs no list
+        entries = payload.get("data") if isinstance(payload, dict) else None
+        return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 
     async def ask(self, path: str, body: dict[str, Any], read: Callable[[Any], T]) -> T:
         """Return the result of `read` on the JSON that the server answers with; it raises `BadAnswer` to ask again.
@@ -109,11 +124,9 @@ def _nobody_listens(error: Exception) -> bool:
     return type(error.__cause__).__name__ == "ConnectError"  # of httpx or of httpx2, as openai has it
 
 
-def _names(payload: Any) -> list[str]:
+def _names(entries: list[dict[str, Any]]) -> list[str]:
     """Return the names in a list of models, and the names of what is loaded where a server gives them (vLLM)."""
-    entries = payload.get("data") if isinstance(payload, dict) else None
-    models = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-    return [name for entry in models for name in (entry.get("id"), entry.get("root")) if isinstance(name, str)]
+    return [name for entry in entries for name in (entry.get("id"), entry.get("root")) if isinstance(name, str)]
 
 
 def _reason(error: Exception) -> str:

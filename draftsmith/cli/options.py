@@ -96,11 +96,12 @@ def _check_folder(name: str, key: str) -> None:
 
 checked_target = _checked(check_target_name, on_hub=True)
 checked_prompts = _checked(check_prompts_name)
-checked_rule, at_least_one, not_negative = _one_of(RULES), _within(1), _within(0)
+checked_rule, checked_dtype = _one_of(RULES), _one_of(DTYPES)
+at_least_one, not_negative = _within(1), _within(0)
 TARGET_HELP = "Target: 'embedded', a local folder or a Hub id."
 TargetOption = Annotated[str, typer.Option("--target", help=TARGET_HELP, callback=checked_target)]
 DtypeOption = Annotated[
-    str, typer.Option("--dtype", help="Dtype of the target: float32, bfloat16 or float16.", callback=_one_of(DTYPES))
+    str, typer.Option("--dtype", help="Dtype of the target: float32, bfloat16 or float16.", callback=checked_dtype)
 ]
 AttentionOption = Annotated[
     str | None,

@@ -15,12 +15,12 @@ from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sampling import Sampling
 from draftsmith.eval.lossless.draws import Done, Plan
 from draftsmith.eval.lossless.greedy import Divergence, GreedyCheck, check_greedy
-from draftsmith.eval.lossless.sampling import JOINT, POWER, SamplingCheck, check_sampling
+from draftsmith.eval.lossless.sampling import ALL_TOKENS, JOINT, POWER, SamplingCheck, check_sampling
 from draftsmith.eval.prompts import Prompt
 from draftsmith.eval.settings import PairSettings
 from draftsmith.heads.base import Drafter
 from draftsmith.provenance import environment, model_fingerprint
-from draftsmith.safe_text import Terminal
+from draftsmith.safe_text import Terminal, markdown
 
 SCHEMA = 1
 ALPHA = 1e-3
@@ -39,6 +39,8 @@ class CheckSettings(PairSettings):
     draft_length: int | None = None
     tokens: int = 10_000
     """Tokens sampled with the rule, and as many with the control, for each drafter, policy and temperature."""
+    baseline: str | None = None
+    """Address of a server without speculation, with which a server is compared instead of with the loaded target."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Check:
     target_fingerprint: str
     arms: list[VariantCheck] = field(default_factory=list)
     finished: bool = False
+    notes: list[str] = field(default_factory=list)
+    """What was not tested, and why."""
 
     @property
     def verdict(self) -> Verdict:
@@ -102,7 +106,7 @@ def check(
                 head = {"drafter": name, "policy": policy, "temperature": temperature}
                 if temperature == 0:
                     greedy = check_greedy(target, decoder, prompts, alone, max_new_tokens=GREEDY_TOKENS, done=done)
-                    arm = VariantCheck(**head, rule="greedy", verdict=_greedy_verdict(greedy), greedy=greedy)
+                    arm = VariantCheck(**head, rule="greedy", verdict=greedy_verdict(greedy), greedy=greedy)
                 else:
                     plan = _plan(prompts, settings, temperature)
                     sampling = check_sampling(target, decoder, plan, ALPHA / sampled, done)
@@ -115,11 +119,11 @@ def check(
     return finished
 
 
-def _greedy_verdict(greedy: GreedyCheck) -> Verdict:
+def greedy_verdict(greedy: GreedyCheck) -> Verdict:
     """Return lossy for any bug, and inconclusive if nothing was drafted; near ties are rounding."""
     if greedy.bugs:
         return LOSSY
-    return LOSSLESS if greedy.drafted else INCONCLUSIVE
+    return INCONCLUSIVE if greedy.drafted == 0 else LOSSLESS
 
 
 def _decoders(
@@ -208,12 +212,12 @@ def sentences(checked: Check) -> list[str]:
             lines += _greedy(arm, arm.greedy)
         if arm.sampling is not None:
             lines += _sampling(arm, arm.sampling)
-    return lines
+    return [*lines, *checked.notes]
 
 
 def _greedy(arm: VariantCheck, greedy: GreedyCheck) -> list[str]:
-    name = f"{arm.drafter} ({arm.policy}) at T=0"
-    if not greedy.drafted:
+    name = f"{arm.drafter} ({arm.policy}) at T={arm.temperature:g}"
+    if greedy.drafted == 0:
         return [f"{name}: INCONCLUSIVE: nothing was drafted; more or longer prompts are needed."]
     ties = len(greedy.divergences) - len(greedy.bugs)
     line = (
@@ -226,8 +230,12 @@ def _greedy(arm: VariantCheck, greedy: GreedyCheck) -> list[str]:
 
 def _divergence(first: Divergence) -> str:
     where = f"  First {first.kind}: prompt {first.prompt}, new token {first.position}: "
-    if first.gap is None:
+    if first.token is None and first.expected is not None:
+        return where + f"the text ends there, and the target alone continues with {first.expected}."
+    if first.expected is None:
         return where + "one text ends there and the other continues."
+    if first.gap is None:
+        return where + f"{first.token} where the baseline has {first.expected}."
     return where + (
         f"{first.token} where the target alone has {first.expected}; its logit is {first.gap:.3g} below the largest "
         f"(top-2 margin {first.margin:.3g}), and rounding explains {first.bound:.3g}."
@@ -242,19 +250,40 @@ def _sampling(arm: VariantCheck, sampling: SamplingCheck) -> list[str]:
     if arm.verdict == "inconclusive":
         return [f"{name}: INCONCLUSIVE: {_why_inconclusive(sampling)}"]
     caught = min(sampling.control.tests, key=lambda test: test.adjusted)
-    joint = next(test for test in sampling.rule.tests if test.name == JOINT)
-    every = sampling.rule.tests[0]
+    detects = {test.name: test.detects for test in sampling.rule.tests}
+    shift = f", and a shift of {detects[ALL_TOKENS]:.2g} over all tokens" if ALL_TOKENS in detects else ""
     return [
         f"{name}: LOSSLESS as far as {sampling.rule.tokens:,} tokens can show. With probability {POWER:g} they would "
-        f"have shown a total variation of {joint.detects:.2g} in the first tokens after a prompt, and a shift of "
-        f"{every.detects:.2g} over all tokens; they did show the lossy control (p = {caught.adjusted:.2g}). "
+        f"have shown a total variation of {detects[JOINT]:.2g} in the first tokens after a prompt{shift}; "
+        f"they did show the lossy control (p = {caught.adjusted:.2g}). "
         f"A run over lossless drafters fails once in {1 / ALPHA:,.0f}."
     ]
 
 
 def _why_inconclusive(sampling: SamplingCheck) -> str:
-    if not sampling.rule.drafted:
+    if sampling.rule.drafted == 0:
         return "nothing was drafted; other prompts are needed."
     if not sampling.control.rejects(sampling.level):
         return "the lossy control was not detected either; more --tokens are needed."
     return "the rule is known to be lossy and was not detected; more --tokens are needed."
+
+
+def report(checked: Check) -> str:
+    """Return the verdict, its sentences and the tests as Markdown."""
+    settings = checked.settings
+    lines = [f"# {checked.verdict.upper()}: {', '.join(map(markdown, settings.drafters))}", ""]
+    lines += [f"- {markdown(' '.join(line.split()))}" for line in sentences(checked)]
+    for arm in checked.arms:
+        if arm.sampling is not None:
+            lines += ["", f"## Tests at T={arm.temperature:g}: {markdown(arm.drafter)}, {markdown(arm.policy)}", ""]
+            lines += [f"| test | n | statistic | p, adjusted | detects {POWER:.0%} | control's p |", "|---" * 6 + "|"]
+            for test, control in zip(arm.sampling.rule.tests, arm.sampling.control.tests, strict=True):
+                numbers = f"{test.count:,} | {test.statistic:.4g} | {test.adjusted:.2g} | {test.detects:.2g}"
+                lines.append(f"| {test.name} | {numbers} | {control.adjusted:.2g} |")
+    where = checked.environment
+    conditions = {"target": settings.target, "drafters": ", ".join(settings.drafters.values())}
+    conditions |= {"baseline": settings.baseline or "", "prompts": settings.prompts, "dtype": settings.dtype}
+    conditions |= {"date": where["date"], "command": where["command"]}
+    lines += ["", "## Conditions", "", "| | |", "|---|---|"]
+    lines += [f"| {key} | {markdown(value)} |" for key, value in conditions.items() if value]
+    return "\n".join(lines) + "\n"

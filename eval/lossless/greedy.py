@@ -130,8 +130,8 @@ class GreedyCheck:
     identical: int = 0
     """Texts that equal the target's own."""
     tokens: int = 0
-    drafted: int = 0
-    """Draft tokens that were verified; with none, nothing was tested."""
+    drafted: int | None = 0
+    """Draft tokens that were verified; with none, nothing was tested. None: a server does not count them."""
     divergences: list[Divergence] = field(default_factory=list)
     """The first token of each text that differs from the target's own, and every token that is not its argmax."""
 
@@ -167,9 +167,29 @@ def check_greedy(
     return GreedyCheck(len(prompts), identical, tokens, drafted, differing)
 
 
-def divergences(target: PreTrainedModel, prompt: Prompt, tokens: list[int], alone: list[int]) -> list[Divergence]:
-    """Return where `tokens` first differ from `alone`, and where they are not the target's argmax."""
-    whole_TV = _logits(target, prompt, tokens)
+Adjust = Callable[[Tensor, list[int]], Tensor]
+"""Returns the logits [T, V] that a text's tokens are chosen from, from those of the model: a penalty, for example."""
+
+
+def divergences(
+    target: PreTrainedModel,
+    prompt: Prompt,
+    tokens: list[int],
+    alone: list[int],
+    *,
+    adjust: Adjust = lambda logits_TV, _: logits_TV,
+    slack: float = 0.0,
+) -> list[Divergence]:
+    """Return where `tokens` first differ from `alone`, and where they are not the target's argmax.
+
+    Args:
+        slack: added to the gap that rounding explains.
+    """
+
+    def logits(width: int | None = None) -> Tensor:
+        return adjust(read(target, prompt, torch.tensor([tokens]), width=width)[0], tokens)
+
+    whole_TV = logits() if tokens else torch.empty(0, 1)
     best = whole_TV.argmax(-1).tolist()
     expected = {place: best[place] for place, token in enumerate(tokens) if token != best[place]}
     parts = next(
@@ -179,8 +199,10 @@ def divergences(target: PreTrainedModel, prompt: Prompt, tokens: list[int], alon
         expected[parts] = alone[parts] if parts < len(alone) else None
     if not expected:
         return []
-    exact_TV, bound_T = _exact_and_bound(target, prompt, tokens, whole_TV)
-    return [_judge(prompt, place, tokens, expected[place], exact_TV, bound_T) for place in sorted(expected)]
+    if not tokens:
+        return [Divergence(prompt.id, 0, None, expected[0], None, None, 0.0, "bug")]
+    exact_TV, bound_T = _exact_and_bound(target, logits, whole_TV)
+    return [_judge(prompt, place, tokens, expected[place], exact_TV, bound_T + slack) for place in sorted(expected)]
 
 
 def _judge(
@@ -196,25 +218,19 @@ def _judge(
     return Divergence(prompt.id, place, tokens[place], expected, first - second, gap, bound, kind)
 
 
-def _logits(target: PreTrainedModel, prompt: Prompt, tokens: list[int], width: int | None = None) -> Tensor:
-    return read(target, prompt, torch.tensor([tokens]), width=width)[0]
-
-
-def _exact_and_bound(
-    target: PreTrainedModel, prompt: Prompt, tokens: list[int], whole_TV: Tensor
-) -> tuple[Tensor, Tensor]:
+def _exact_and_bound(target: PreTrainedModel, logits: Callable[..., Tensor], whole_TV: Tensor) -> tuple[Tensor, Tensor]:
     """Return the logits in twice the precision, as fp64, and the largest gap [T] that rounding explains.
 
     The bound is measured: the text is read in the target's own precision in one pass, token by token and in blocks of
     five; it is `MULTIPLE` times the largest error in the ten largest logits of the position. The error is at least one
     unit in the last place of the largest logit, since equal results do not prove equal sums.
     """
-    single_TV = _logits(target, prompt, tokens, 1)
-    readings = [whole_TV, single_TV, _logits(target, prompt, tokens, BLOCK)]
+    single_TV = logits(1)
+    readings = [whole_TV, single_TV, logits(BLOCK)]
     exact_TV = single_TV
     try:
-        with _widened(target):
-            exact_TV = _logits(target, prompt, tokens)
+        with widened(target):
+            exact_TV = logits()
     except (RuntimeError, TypeError, ValueError):  # too little memory, or kernels of one precision only
         pass
     best_TK = exact_TV.topk(min(BEST, whole_TV.shape[1])).indices
@@ -225,7 +241,7 @@ def _exact_and_bound(
 
 
 @contextmanager
-def _widened(model: PreTrainedModel) -> Iterator[None]:
+def widened(model: PreTrainedModel) -> Iterator[None]:
     """Give the weights and buffers of `model` twice the precision inside the context."""
     wider = WIDER.get(model.dtype, torch.float64)
     kept = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]

@@ -51,7 +51,7 @@ GRID = 4
 EDGE = 1e-5
 """Share of tokens that may pass top-k or top-p at their threshold because of rounding."""
 TESTS = PLACES + 5
-ALL_TOKENS, JOINT = "all tokens, by p", "continuations"
+ALL_TOKENS, JOINT, IMPOSSIBLE = "all tokens, by p", "continuations", "impossible tokens"
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,10 @@ class Sample:
 
     tests: list[Test]
     tokens: int
-    rounds: int
-    drafted: int
-    accepted: int
+    rounds: int | None
+    """None, as for the two counts below: a server does not tell."""
+    drafted: int | None
+    accepted: int | None
     tolerance: float
     continued: str
     """The prompt whose end is continued for the joint test."""
@@ -106,9 +107,14 @@ def check_sampling(
     """Sample with the decoder's rule and with the control, and apply the same tests to both."""
     honest = sample(target, decoder, plan, level, done)
     control = sample(target, decoder, replace(plan, seed=plan.seed + 1), level, done, lossy(decoder.rule))
+    return judged(honest, control, level, lossless=decoder.lossless)
+
+
+def judged(honest: Sample, control: Sample, level: float, *, lossless: bool = True) -> SamplingCheck:
+    """Return both samples with the verdict; `lossless`: whether the rule is known to be."""
     if honest.rejects(level):
         verdict = "lossy"
-    elif control.rejects(level) and decoder.lossless:
+    elif control.rejects(level) and lossless:
         verdict = "lossless"
     else:  # the tests are too weak at this size, or the rule is known to be lossy and was not detected
         verdict = "inconclusive"
@@ -132,26 +138,30 @@ def sample(
         continued = draw_continuations(p, decoder, plan, done)
     finally:
         decoder.rule = rule
-    tests = _tests(texts, watch, continued, level / TESTS)
+    tests = adjusted(_tests(texts, watch, continued, level / TESTS))
     assert len(tests) == TESTS
-    adjusted = holm([test.p_value for test in tests])
-    tests = [replace(test, adjusted=value) for test, value in zip(tests, adjusted, strict=True)]
     return Sample(
         tests, texts.tokens, texts.rounds, texts.drafted, texts.accepted, texts.tolerance, continued=continued.prompt
     )
+
+
+def adjusted(tests: list[Test]) -> list[Test]:
+    """Return the tests of one sample with their p-values after Holm's correction."""
+    values = holm([test.p_value for test in tests])
+    return [replace(test, adjusted=value) for test, value in zip(tests, values, strict=True)]
 
 
 def _tests(texts: Texts, watch: Watch, continued: Continuations, level: float) -> list[Test]:
     tolerance = texts.tolerance
     by_place = watch.by_place()
     return [
-        _uniform(ALL_TOKENS, torch.cat(texts.u), level, tolerance),
+        uniform_test(ALL_TOKENS, torch.cat(texts.u), level, tolerance),
         # Relative to the p that the rule received: without rounding differences.
-        _uniform("drafted rounds, by q/p", torch.cat(by_place), level, 0.0),
-        *(_uniform(_place_name(place), u, level, 0.0) for place, u in enumerate(by_place)),
+        uniform_test("drafted rounds, by q/p", torch.cat(by_place), level, 0.0),
+        *(uniform_test(_place_name(place), u, level, 0.0) for place, u in enumerate(by_place)),
         _independent("first two of a round", torch.cat(texts.pairs), level, tolerance),
-        _counted(JOINT, continued.counts_C, continued.expected_C, level, continued.shift),
-        _impossible("impossible tokens", texts, level),
+        counted_test(JOINT, continued.counts_C, continued.expected_C, level, continued.shift),
+        impossible_test(texts.impossible, texts.tokens, texts.tolerance, level),
     ]
 
 
@@ -159,7 +169,8 @@ def _place_name(place: int) -> str:
     return f"  after {place}{' or more' if place == PLACES - 1 else ''} accepted"
 
 
-def _uniform(name: str, u: Tensor, level: float, tolerance: float) -> Test:
+def uniform_test(name: str, u: Tensor, level: float, tolerance: float) -> Test:
+    """Return the KS test of u, whose distribution may be `tolerance` from uniform."""
     distance = ks_distance(u) if len(u) else 0.0
     p_value = ks_p_value(distance, len(u), tolerance)
     return Test(name, len(u), distance, p_value, ks_detects(len(u), level, POWER, tolerance))
@@ -174,23 +185,28 @@ def _independent(name: str, pairs_n2: Tensor, level: float, tolerance: float) ->
     cells = (pairs_n2 * GRID).long().clamp(0, GRID - 1)
     counts = torch.bincount(cells[:, 0] * GRID + cells[:, 1], minlength=GRID**2).double()
     shift = 8 * len(pairs_n2) * (tolerance * GRID) ** 2
-    return _counted(name, counts, torch.full_like(counts, len(pairs_n2) / GRID**2), level, shift)
+    return counted_test(name, counts, torch.full_like(counts, len(pairs_n2) / GRID**2), level, shift)
 
 
-def _counted(name: str, counts_C: Tensor, expected_C: Tensor, level: float, shift: float) -> Test:
-    count = int(counts_C.sum())
-    statistic, freedom = chi_square(counts_C, expected_C)
+def counted_test(name: str, counts_C: Tensor, expected_C: Tensor, level: float, shift: float) -> Test:
+    """Return the chi-squared test of counts in the cells of one table."""
+    return summed_test(name, *chi_square(counts_C, expected_C), int(counts_C.sum()), level, shift)
+
+
+def summed_test(name: str, statistic: float, freedom: int, count: float, level: float, shift: float) -> Test:
+    """Return the test of a chi-squared statistic, or of a sum of them: `detects` is then the draws' mean."""
     p_value = chi_square_tail(statistic, freedom, shift) if freedom else 1.0
-    return Test(name, count, statistic, p_value, chi_square_detects(freedom, count, level, POWER, shift))
+    detects = chi_square_detects(freedom, int(count), level, POWER, shift)
+    return Test(name, int(count), statistic, p_value, detects)
 
 
-def _impossible(name: str, texts: Texts, level: float) -> Test:
+def impossible_test(impossible: int, count: int, tolerance: float, level: float) -> Test:
     """Test the number of tokens of probability zero, which top-k or top-p may have excluded."""
-    count, share = texts.tokens, max(texts.tolerance, EDGE)
+    share = max(tolerance, EDGE)
     critical = next(k for k in range(1, count + 2) if poisson_tail(k, count * share) < level)
     least = next(k for k in range(critical, 100 * critical) if poisson_tail(critical, k) >= POWER)
-    p_value = poisson_tail(texts.impossible, count * share)
-    return Test(name, count, float(texts.impossible), p_value, min(1.0, least / count))
+    p_value = poisson_tail(impossible, count * share)
+    return Test(IMPOSSIBLE, count, float(impossible), p_value, min(1.0, least / count))
 
 
 TERMS = 100

@@ -1,7 +1,5 @@
 """Comparisons of measurements whose truth is known."""
 
-from typing import Any
-
 import pytest
 from unit.eval.made import measured
 
@@ -106,41 +104,3 @@ def test_cards_and_other_temperatures_are_refused() -> None:
         compare_evaluations(measured("a", 1.5), other)
     with pytest.raises(ConfigError, match="prompts=1; expected at least 2"):
         compare_evaluations(measured("a", 1.5, prompts=1), measured("b", 1.5, prompts=1))
-
-
-@pytest.mark.parametrize(
-    ("local", "served", "cause"),
-    [
-        ([0.8, 0.7], [0.3, 0.2], "accepts 0.30 at the first position, the local decoder 0.80: check the ids"),
-        ([0.8, 0.7], [0.75, 0.4], "The first position agrees and later ones do not"),
-        ([0.8, 0.7, 0.6], [0.8, 0.7], "drafts 2 tokens, the local decoder 3"),
-        ([0.8, 0.7], [0.75, 0.65], "dtype, quantisation or kernels"),
-        ([0.8, 0.7], [], "does not count acceptance by position"),
-    ],
-)
-def test_the_likely_cause_of_an_engine_that_accepts_less(local: list[float], served: list[float], cause: str) -> None:
-    """The weights and the machine of a server are not known; without its baseline taus alone are compared."""
-    a, b = measured("a", 1.5), measured("a", 1.2, seed=1)
-    b["identity"], b["environment"] = {**b["identity"], "target": "unknown"}, {**b["environment"], "cpu": "other"}
-    entries = [entry for entry in b["measurements"] if entry["drafter"] != "target alone"]
-    (entry,) = entries
-    b["measurements"] = [{**entry, "policy": "engine"}]
-    numbers: Any = {"temperature": entry["temperature"], "concurrency": entry["batch_size"], "acceptance_at": served}
-    b["server"], b["rows"] = [numbers], []
-    a["rows"] = [{**a["rows"][0], "drafter": "a", "policy": a["measurements"][1]["policy"], "acceptance_at": local}]
-    (comparison,) = compare_evaluations(a, b)
-    assert comparison.tau.real
-    assert comparison.speedup is None
-    assert cause in comparison.sentence
-    (other,) = compare_evaluations(b, a)
-    assert cause in other.sentence
-    for side in (a, b):
-        for entry in [*side["measurements"], *side["rows"], *side.get("server", [])]:
-            entry["temperature"] = 1.0
-    greedy = '"draft_sample_method": "probabilistic"'
-    assert greedy not in comparison.sentence + other.sentence, "at T=0 drafts are greedy"
-    for pair in ((a, b), (b, a)):
-        (sampled,) = compare_evaluations(*pair)
-        assert (greedy in sampled.sentence) == (sampled.tau.ratio < 1 if pair[0] is a else sampled.tau.ratio > 1)
-        assert cause in sampled.sentence
-    assert comparison_table([comparison]).row_count == 1

@@ -1,0 +1,288 @@
+"""The losslessness check of a running server: what it is asked, and the verdict on each kind of question."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from draftsmith.bars import stage
+from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.detokenize import text_after
+from draftsmith.distill.load_target import load_ends, load_target, load_tokenizer
+from draftsmith.distill.server.answers import bare
+from draftsmith.distill.server.client import RequestFailed
+from draftsmith.distill.server.settings import require_client
+from draftsmith.errors import ConfigError
+from draftsmith.eval.lossless.check import (
+    ALPHA,
+    GREEDY_TOKENS,
+    INCONCLUSIVE,
+    Check,
+    CheckSettings,
+    VariantCheck,
+    greedy_verdict,
+)
+from draftsmith.eval.lossless.draws import String
+from draftsmith.eval.lossless.greedy import Divergence, GreedyCheck
+from draftsmith.eval.lossless.served_answers import AT_ONCE, Request, Said, ServedModel, filled, seen_before
+from draftsmith.eval.lossless.served_reference import PENALTY, Baseline, Local, Reference, string
+from draftsmith.eval.lossless.served_tests import check_samples
+from draftsmith.eval.prompts import Prompt, PromptRows
+from draftsmith.eval.server.measure import CounterRoutes
+from draftsmith.heads.model_config import context_limit
+from draftsmith.provenance import environment, model_fingerprint
+
+ALONE, TOGETHER, COLD, STOP, END, PENALISED, SAMPLED = range(7)
+"""The first number of a request's place in the journal; those of further temperatures follow the last."""
+TOKENS = 8
+"""Tokens of a sampled continuation: more than are tested jointly, so that drafts have their whole length."""
+COLDEST = 0.01
+"""A temperature at which texts are the greedy ones but for near ties."""
+COLD_GAP = 14 * COLDEST
+"""Difference of two logits over which a token is drawn once in a million at this temperature."""
+PROBED, PROBE_TOKENS = 4, 32
+"""Prompts of a probe, and tokens of its answers."""
+RATE = 1.5
+"""The repetition penalty."""
+LONGEST_CONTEXT = 8192
+"""A longer context is not filled."""
+LEFT = (8, 5)
+"""Tokens that prompts leave of the context: drafts end at different places before its end."""
+STOP_CHARACTERS = 3
+
+
+@dataclass
+class ServedCheck:
+    """The questions to one server, and the reference that its answers are compared with.
+
+    Args:
+        limit: the longest text in tokens; None: not known.
+    """
+
+    server: ServedModel
+    reference: Reference
+    prompts: list[Prompt]
+    settings: CheckSettings
+    limit: int | None
+    notes: list[str] = field(default_factory=list)
+    """What was not tested, and why."""
+
+    def arms(self) -> Iterator[VariantCheck]:
+        """Yield the results of each kind of question."""
+        requests = [Request((ALONE, n, 0), p.input_ids, self._room(p)) for n, p in enumerate(self.prompts)]
+        self._own = self.reference.say(requests)
+        alone = self.server.say(requests)
+        yield self._arm("one request at a time", self._compared(requests, alone, self._own))
+        several = [replace(request, place=(TOGETHER, *request.place[1:])) for request in requests]
+        said = self.server.say(several, at_once=AT_ONCE)
+        yield self._arm(f"{AT_ONCE} requests at a time", self._compared(several, said, self._own))
+        cold = [replace(request, place=(COLD, *request.place[1:]), temperature=COLDEST) for request in requests]
+        compared = self._compared(cold, self.server.say(cold), self._own, COLD_GAP)
+        yield self._arm("one request at a time", compared, COLDEST)
+        for name, probe in {
+            "stop strings": self._stop,
+            "the end of the context": self._end,
+            "a repetition penalty": self._penalty,
+        }.items():
+            try:
+                found = probe(requests[:PROBED], alone)
+            except RequestFailed as error:
+                found = f"the server refuses the request ({error})"
+            if isinstance(found, str):
+                self.notes.append(f"{name}: not tested: {found}.")
+            else:
+                yield self._arm(name, found)
+        for number, temperature in enumerate(t for t in self.settings.temperatures if t > 0):
+            yield self._sampled(number, temperature, alone)
+
+    def _room(self, prompt: Prompt, tokens: int = GREEDY_TOKENS) -> int:
+        return tokens if self.limit is None else min(tokens, self.limit - len(prompt.input_ids))
+
+    def _arm(self, name: str, greedy: GreedyCheck, temperature: float = 0.0) -> VariantCheck:
+        (served,) = self.settings.drafters
+        return VariantCheck(served, name, "the server's", temperature, greedy_verdict(greedy), greedy)
+
+    def _compared(
+        self, requests: Sequence[Request], said: Sequence[Said], own: Sequence[Said], slack: float = 0.0
+    ) -> GreedyCheck:
+        """Compare greedy answers with the reference's."""
+        differing, identical, tokens = list[Divergence](), 0, 0
+        for request, theirs, ours in zip(requests, said, own, strict=True):
+            identical += theirs.same(ours)
+            tokens += len(theirs.tokens if theirs.tokens is not None else ours.tokens or ())
+            differing += self.reference.differences(request, theirs, ours, slack)
+        return GreedyCheck(len(requests), identical, tokens, None, differing)
+
+    def _stop(self, requests: Sequence[Request], alone: Sequence[Said]) -> GreedyCheck | str:
+        """Stop greedy answers at characters from their middle; compare with the same answers, cut there."""
+        expected, asked = [], []
+        for request, said in zip(requests, alone, strict=False):
+            middle = len(said.text) // 2
+            stop = said.text[middle : middle + STOP_CHARACTERS].strip()
+            if stop:
+                expected.append((said.text, said.text[: said.text.index(stop)].strip()))
+                place = (STOP, *request.place[1:])
+                asked.append(replace(request, place=place, fields={"stop": [stop]}))
+        if not asked:
+            return "the answers are too short"
+        answers, bugs = [said.text for said in self.server.say(asked)], list[Divergence]()
+        for request, text, (whole, cut) in zip(asked, answers, expected, strict=True):
+            # An answer that leaves the text before the stop is judged with the other greedy texts.
+            if text != cut and (whole.startswith(text) or request.fields["stop"][0] in text):
+                name = f"#{request.place[1] + 1}"
+                bugs.append(Divergence(name, len(text), None, None, None, None, 0.0, "bug"))
+        same = sum(text == cut for text, (_, cut) in zip(answers, expected, strict=True))
+        return GreedyCheck(len(asked), same, sum(request.tokens for request in asked), None, bugs)
+
+    def _end(self, _: Sequence[Request], __: Sequence[Said]) -> GreedyCheck | str:
+        """Ask for the last tokens of the context."""
+        if self.limit is None:
+            return "the length of the context is not known"
+        if self.limit > LONGEST_CONTEXT:
+            return f"the context of {self.limit:,} tokens is too long (at most {LONGEST_CONTEXT:,})"
+        requests, own = [], []
+        for number, left in enumerate(left for left in LEFT if left < self.limit):
+            for shift in range(min(PROBED, len(self.prompts))):  # a prompt after which the text reaches the end
+                prompts = [*self.prompts[shift:], *self.prompts[:shift]]
+                request = Request((END, number, shift), filled(prompts, self.limit - left), left)
+                if not self.server.expressible(request.prompt):
+                    return "the prompt is not the same tokens again when it is sent as text"
+                (text,) = self.reference.say([request])
+                if not text.ended:
+                    requests.append(request)
+                    own.append(text)
+                    break
+        if not requests:
+            return "the target ends its texts before"
+        return self._compared(requests, self.server.say(requests), own)
+
+    def _penalty(self, requests: Sequence[Request], alone: Sequence[Said]) -> GreedyCheck | str:
+        """Penalise repeated tokens, from a place on where the greedy text repeats one."""
+        plain, fields = (
+            [],
+            {PENALTY: RATE, "repeat_penalty": RATE, "repeat_last_n": 2**16},
+        )  # the last two: llama-server
+        for request, said in zip(requests, alone, strict=False):
+            tokens = said.tokens if said.tokens is not None else []
+            prompt = [*request.prompt, *tokens[: seen_before(request.prompt, tokens)]]
+            room = PROBE_TOKENS if self.limit is None else min(PROBE_TOKENS, self.limit - len(prompt))
+            if room > 0 and self.server.expressible(prompt):
+                plain.append(Request((PENALISED, request.place[1], 1), prompt, room))
+        asked = [replace(request, place=(*request.place[:2], 0), fields=fields) for request in plain]
+        if not asked:
+            return "no prompt has room for an answer"
+        said, own, without = self.server.say(asked), self.reference.say(asked), self.server.say(plain)
+        if all(text.same(other) for text, other in zip(own, without, strict=True)):
+            return "it changes no text here"
+        if isinstance(self.reference, Local) and all(a.same(b) for a, b in zip(said, without, strict=True)):
+            return f"the server does not apply {PENALTY}, perhaps without drafts either; --baseline tells"
+        return self._compared(asked, said, own)
+
+    def _sampled(self, number: int, temperature: float, alone: Sequence[Said]) -> VariantCheck:
+        """Sample the first tokens after each prompt with many seeds."""
+        settings, sampling = self.settings, self.settings.sampling(temperature)
+        contexts = [n for n, prompt in enumerate(self.prompts) if self._room(prompt, TOKENS) == TOKENS]
+        if not contexts:
+            raise ConfigError(f"prompts leave fewer than {TOKENS} tokens of the context; expected shorter ones")
+        draws = max(1, settings.tokens // (TOKENS * len(contexts)))
+        requests = [
+            [
+                Request((SAMPLED + number, n, draw), self.prompts[n].input_ids, TOKENS, temperature)
+                for draw in range(draws)
+            ]
+            for n in contexts
+        ]
+        with stage(f"sampling at T={temperature:g}", len(contexts) * draws * TOKENS) as done:
+            said = [self.server.say(of_context, at_once=AT_ONCE, done=done) for of_context in requests]
+        tokens = all(text.tokens is not None for texts in said for text in texts)
+        end = min(self.server.chat.ends, default=-1) if tokens else -1
+        drawn = [[string(text, end, tokens=tokens) for text in texts] for texts in said]
+        greedy = [self._begin(self.prompts[n], alone[n], end, tokens=tokens) for n in contexts]
+        level = ALPHA / sum(t > 0 for t in settings.temperatures)
+        tests, tolerance = self.reference.tests(requests, greedy, sampling, tokens=tokens)
+        found = check_samples(drawn, greedy, level, tests, tolerance)
+        (served,) = settings.drafters
+        return VariantCheck(served, "sampled", "the server's", temperature, found.verdict, None, found)
+
+    def _begin(self, prompt: Prompt, text: Said, end: int, *, tokens: bool) -> String:
+        """Return the first tokens of a greedy answer, or their text."""
+        if tokens:
+            return string(text, end, tokens=True)[:TOKENS]
+        first = self.server.chat.response(prompt.input_ids, text.text, "answer")[:TOKENS]
+        return tuple(map(ord, bare(text_after(self.server.chat.tokenizer, prompt.input_ids, first))))
+
+
+def check_server(
+    settings: CheckSettings,
+    rows: PromptRows,
+    out: Path | None,
+    *,
+    model: str | None = None,
+    trust_remote_code: bool = False,
+    keep: Callable[[Check], None] = lambda _: None,
+) -> Check:
+    """Check a running server against the target, or against `settings.baseline`, a server without speculation.
+
+    Args:
+        settings: `drafters` has the server's address.
+        out: folder for the answers, which are kept until the check is finished.
+        model: the name under which the servers have the target; None: the only one that each lists.
+        keep: called with the results so far after each arm.
+    """
+    require_client()
+    if rows.images:
+        raise ConfigError("prompts with images; expected text, which a server is asked with")
+    tokenizer, config = load_tokenizer(settings.target, trust_remote_code=trust_remote_code)
+    ends = load_ends(settings.target, trust_remote_code=trust_remote_code)
+    if isinstance(tokenizer.eos_token_id, int):
+        ends |= {tokenizer.eos_token_id}
+    chat = Chat(tokenizer, settings.chat_template, settings.template_options, ends=ends)
+    how: dict[str, Any] = {"chat_template": settings.chat_template, "template_options": settings.template_options}
+    prompts = rows.encode(tokenizer, count=settings.count, context=context_limit(config), **how)
+    (url,) = settings.drafters.values()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory())) if out is None else out
+        files = folder / "answers.jsonl", folder / "answers-baseline.jsonl"
+        asked = (url, model, settings, chat, prompts, files[0])
+        server = stack.enter_context(ServedModel.connect(*asked))
+        if settings.baseline is None:
+            loaded = load_target(
+                settings.target,
+                dtype=settings.dtype,
+                attn_implementation=settings.attn_implementation,
+                trust_remote_code=trust_remote_code,
+            ).model
+            reference, identity = Local(loaded, chat, settings.seed), model_fingerprint(loaded)
+        else:
+            other = (settings.baseline, model, settings, chat, prompts, files[1])
+            reference, identity = Baseline(stack.enter_context(ServedModel.connect(*other))), settings.target
+        limit = min((n for n in (server.context, context_limit(config)) if n is not None), default=None)
+        prompts = [
+            p for p in prompts if server.expressible(p.input_ids) and (limit is None or len(p.input_ids) < limit)
+        ]
+        if not prompts:
+            raise ConfigError("prompts cannot be sent to the server; expected some that fit its context and tokenizer")
+        run = ServedCheck(server, reference, prompts, settings, limit)
+        checked = _complete(run, Check(settings, environment(), identity, notes=run.notes), url, keep)
+    for file in files:
+        file.unlink(missing_ok=True)
+    return checked
+
+
+def _complete(run: ServedCheck, checked: Check, url: str, keep: Callable[[Check], None]) -> Check:
+    keep(checked)
+    for arm in run.arms():
+        checked.arms.append(arm)
+        keep(checked)
+    counters = CounterRoutes(run.server.sampler.server.base_url).counters()
+    arms = checked.arms
+    if not counters.known:
+        run.notes.append(f"{url} counts no drafts: whether it drafted anything is not known.")
+    elif not counters.rounds:
+        run.notes.append(f"{url} has drafted nothing, as its counters say.")
+        arms = [replace(arm, verdict=INCONCLUSIVE) if arm.verdict == "lossless" else arm for arm in arms]
+    finished = replace(checked, arms=arms, finished=True)
+    keep(finished)
+    return finished

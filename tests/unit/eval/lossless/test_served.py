@@ -1,0 +1,174 @@
+"""The check of a server that decodes a tiny model with our own decoder, right or wrong in one way.
+
+A lossless server fails a check once in a thousand seeds; the seeds here are fixed.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, cast
+
+import pytest
+import torch
+from conftest import make_llama
+from engine_server import chat_tokenizer
+from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
+
+from draftsmith import SpeculativeDecoder
+from draftsmith.distill.asked import text_seed
+from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.server.answers import bare
+from draftsmith.eval.lossless.check import CheckSettings, VariantCheck
+from draftsmith.eval.lossless.sampling import chi_square_tail
+from draftsmith.eval.lossless.served import ServedCheck
+from draftsmith.eval.lossless.served_answers import Request, Said, ServedModel
+from draftsmith.eval.lossless.served_reference import PENALTY, Baseline, Local
+from draftsmith.eval.lossless.served_tests import homogeneity
+from draftsmith.eval.prompts import Prompt
+from draftsmith.heads.draft_model import DraftModel
+
+CONTEXT = 64
+PROMPTS = [Prompt("one", "x", [5, 9, 33, 2]), Prompt("two", "x", [7, 7, 8, 7]), Prompt("three", "x", [40, 41, 42])]
+
+
+@cache
+def target() -> Any:
+    return make_llama(max_position_embeddings=CONTEXT)
+
+
+@cache
+def decoder(rule: str | None) -> SpeculativeDecoder:
+    """A drafter that is right often and wrong often."""
+    noisy = make_llama(max_position_embeddings=CONTEXT)
+    with torch.no_grad():
+        for parameter, noise in zip(noisy.parameters(), make_llama(1).parameters(), strict=True):
+            parameter.add_(noise, alpha=0.3)
+    return SpeculativeDecoder(target(), DraftModel(noisy), draft_length=3, rule=rule)
+
+
+class PenaltyOfTheFirst(LogitsProcessor):
+    """A penalty that is lost where drafts are verified."""
+
+    def __init__(self, rate: float, length: int) -> None:
+        self._penalty, self._length = RepetitionPenaltyLogitsProcessor(rate), length
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        return self._penalty(input_ids, scores) if input_ids.shape[1] == self._length else scores
+
+
+class Server:
+    """What `ServedCheck` asks, in this process; `wrong` names what it does wrong."""
+
+    def __init__(self, wrong: str = "", *, rule: str | None = None, texts: bool = False, seed: int = 0) -> None:
+        self.chat = Chat(chat_tokenizer(), ends=frozenset([1]))
+        self.wrong, self.texts, self.seed, self.decoder = wrong, texts, seed, decoder(rule)
+        if wrong == "no drafts":
+            self.decoder = SpeculativeDecoder(target())
+
+    def expressible(self, prompt: list[int]) -> bool:
+        return True
+
+    def say(self, requests: Sequence[Request], **_: Any) -> list[Said]:
+        groups: dict[Any, list[Request]] = {}
+        for request in requests:
+            key = (request.tokens, request.temperature, str(request.fields), len(request.prompt))
+            groups.setdefault(key, []).append(request)
+        said = {request.place: text for group in groups.values() for request, text in self._group(group)}
+        return [said[request.place] for request in requests]
+
+    def _group(self, group: list[Request]) -> list[tuple[Request, Said]]:
+        first, penalties = group[0], []
+        rate = first.fields.get(PENALTY)
+        if rate is not None and self.wrong == "penalty of drafts":
+            penalties = [PenaltyOfTheFirst(rate, len(first.prompt))]
+        elif rate is not None and self.wrong != "penalty":
+            penalties = [RepetitionPenaltyLogitsProcessor(rate)]
+        temperature = {"hot": 1.0, "greedy": 0.0}.get(self.wrong, first.temperature)
+        outputs = self.decoder.generate_batch(
+            [request.prompt for request in group],
+            max_new_tokens=first.tokens,
+            temperature=temperature if first.temperature else 0.0,
+            seeds=[text_seed(self.seed, *request.place) for request in group],
+            logits_processor=penalties,
+        )
+        return [(request, self._said(request, output.tokens)) for request, output in zip(group, outputs, strict=True)]
+
+    def _said(self, request: Request, tokens: list[int]) -> Said:
+        if len(request.prompt) + len(tokens) == CONTEXT:
+            tokens = {"last": [*tokens[:-1], tokens[-1] % 50 + 2], "short": tokens[:-1]}.get(self.wrong, tokens)
+        ended = tokens[-1:] == [1]
+        tokens = tokens[:-1] if ended else tokens
+        text = bare(self.chat.tokenizer.decode(tokens, skip_special_tokens=True))
+        stop = request.fields.get("stop", [None])[0]
+        if stop is not None and stop in text and self.wrong != "stop":
+            text, tokens = text[: text.index(stop)], []
+        return Said(text, None if self.texts else tokens, ended)
+
+
+def check(server: Server, *, baseline: bool = False, tokens: int = 1600) -> tuple[dict[str, VariantCheck], list[str]]:
+    settings = CheckSettings("tiny", {"server": "http://127.0.0.1"}, temperatures=(0.0, 1.0), tokens=tokens)
+    other = cast(ServedModel, Server("no drafts", texts=server.texts, seed=1))
+    reference = Baseline(other) if baseline else Local(target(), server.chat, 0)
+    run = ServedCheck(cast(ServedModel, server), reference, PROMPTS, settings, CONTEXT)
+    return {f"{arm.policy} at {arm.temperature:g}": arm for arm in run.arms()}, run.notes
+
+
+ALONE, TOGETHER, COLD = "one request at a time at 0", "8 requests at a time at 0", "one request at a time at 0.01"
+STOP, END, PENALISED, SAMPLED = (
+    "stop strings at 0",
+    "the end of the context at 0",
+    "a repetition penalty at 0",
+    "sampled at 1",
+)
+
+
+@pytest.mark.parametrize(
+    ("rule", "texts", "baseline"), [("token", False, False), ("block", False, True), ("block", True, False)]
+)
+def test_lossless_servers_pass(rule: str, texts: bool, baseline: bool) -> None:
+    arms, notes = check(Server(rule=rule, texts=texts), baseline=baseline)
+    expected = [ALONE, TOGETHER, COLD, STOP, END, PENALISED, SAMPLED]
+    assert {name: arm.verdict for name, arm in arms.items()} == dict.fromkeys(expected, "lossless")
+    assert not notes
+
+
+@pytest.mark.parametrize(
+    ("wrong", "rule", "found", "baseline"),
+    [
+        ("hot", None, COLD, False),
+        ("greedy", None, SAMPLED, True),
+        ("", "typical", SAMPLED, False),
+        ("penalty of drafts", None, PENALISED, False),
+        ("penalty", None, PENALISED, True),
+        ("last", None, END, False),
+        ("short", None, END, True),
+        ("stop", None, STOP, False),
+    ],
+)
+def test_wrong_servers_are_found(wrong: str, rule: str | None, found: str, baseline: bool) -> None:
+    """What is wrong, and nothing else; but other greedy texts reach the end of the context, too."""
+    arms, _ = check(Server(wrong, rule=rule), baseline=baseline)
+    lossy = {name for name, arm in arms.items() if arm.verdict == "lossy"}
+    assert found in lossy
+    assert lossy <= ({END, ALONE, TOGETHER, COLD} if found == END else {found})
+
+
+def test_a_penalty_that_no_request_gets() -> None:
+    """Without a baseline, a server that does not know the field is no other than one that loses it."""
+    arms, notes = check(Server("penalty"), tokens=500)
+    assert PENALISED not in arms
+    assert "a repetition penalty: not tested: the server does not apply repetition_penalty" in notes[0]
+
+
+def test_the_level_of_two_samples() -> None:
+    """Of 400 pairs of samples of one distribution, a test at 5 % rejects 5 %: more than 36 once in 3,000 times."""
+    draws, rejected = torch.Generator().manual_seed(0), 0
+    for _ in range(400):
+        statistic = freedom = 0
+        for _ in range(3):
+            p_V = torch.rand(8, generator=draws) ** 3
+            both = torch.multinomial(p_V, 200, replacement=True, generator=draws).view(100, 2).tolist()
+            texts = [tuple(text) for text in both]
+            terms = homogeneity(texts[:50], texts[50:])
+            statistic, freedom = statistic + terms[0], freedom + terms[1]
+        rejected += chi_square_tail(statistic, freedom) < 0.05
+    assert 5 <= rejected <= 36
