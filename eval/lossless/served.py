@@ -122,19 +122,27 @@ class ServedCheck:
             middle = len(said.text) // 2
             stop = said.text[middle : middle + STOP_CHARACTERS].strip()
             if stop:
-                expected.append((said.text, said.text[: said.text.index(stop)].strip()))
+                expected.append((said.text, self._cuts(request, said, stop)))
                 place = (STOP, *request.place[1:])
                 asked.append(replace(request, place=place, fields={"stop": [stop]}))
         if not asked:
             return "the answers are too short"
         answers, bugs = [said.text for said in self.server.say(asked)], list[Divergence]()
-        for request, text, (whole, cut) in zip(asked, answers, expected, strict=True):
+        for request, text, (whole, cuts) in zip(asked, answers, expected, strict=True):
             # An answer that leaves the text before the stop is judged with the other greedy texts.
-            if text != cut and (whole.startswith(text) or request.fields["stop"][0] in text):
+            if text not in cuts and (whole.startswith(text) or request.fields["stop"][0] in text):
                 name = f"#{request.place[1] + 1}"
                 bugs.append(Divergence(name, len(text), None, None, None, None, 0.0, "bug"))
-        same = sum(text == cut for text, (_, cut) in zip(answers, expected, strict=True))
+        same = sum(text in cuts for text, (_, cuts) in zip(answers, expected, strict=True))
         return GreedyCheck(len(asked), same, sum(request.tokens for request in asked), None, bugs)
+
+    def _cuts(self, request: Request, said: Said, stop: str) -> set[str]:
+        """Return a text up to its stop, and up to the token that completes it: transformers ends there."""
+        chat, before = self.server.chat, request.prompt
+        tokens = said.tokens if said.tokens is not None else chat.response(before, said.text, "answer")
+        shown = (bare(text_after(chat.tokenizer, before, tokens[: n + 1])) for n in range(len(tokens)))
+        cut = said.text[: said.text.index(stop)].strip()
+        return {cut, next((text for text in shown if stop in text), cut)}
 
     def _end(self, _: Sequence[Request], __: Sequence[Said]) -> GreedyCheck | str:
         """Ask for the last tokens of the context."""
