@@ -74,6 +74,7 @@ POLICIES = [
     Chain(3),
     StaticTree(widths_shape((3, 2, 1))),
     StaticTree(((0,), (1,), (2,), (1, 0), (1, 0, 0))),
+    StaticTree(widths_shape((VOCAB + 1,))),
 ]
 SETTINGS = {
     "greedy": (Sampling(0.0), ()),
@@ -103,6 +104,7 @@ def test_drafts_of_fixed_shape_are_those_that_the_policy_grows(policy: FixedPoli
     grown = propose(drafter, [policy] * len(texts), builders, [None] * len(texts), draws)
     for row, expected in enumerate(grown):
         draft, _ = of_text(batch, row)
+        assert len(set(_paths(draft))) == len(draft), "siblings differ"
         if not batch.drawn and setting != "sampled":  # candidates without probability are not left out
             assert set(_paths(expected)) <= set(_paths(draft))
             continue
