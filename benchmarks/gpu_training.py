@@ -116,7 +116,7 @@ def train_rows(
     """
     name = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else ""
     name = name.lower().replace(" ", "")
-    peak = next((tflops for machine, (tflops, _) in MACHINES.items() if machine in name), math.nan)
+    peak = next((tflops for machine, (tflops, *_) in MACHINES.items() if machine in name), math.nan)
     with tempfile.TemporaryDirectory() as folder:
         shape = SMALL if target.config.hidden_size >= 1024 else TINY
         Qwen3Config(**shape, vocab_size=target.config.vocab_size).save_pretrained(folder)

@@ -7,6 +7,7 @@ import gzip
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -69,6 +70,12 @@ class Conversation:
         if self.messages and not self.asked:
             return "begin with an answer"
         return "have an empty question" if any(map(_asks_nothing, self.turns)) else None
+
+    @property
+    def answered(self) -> bool:
+        """Some response is in the file."""
+        said = any(message["role"] == ASSISTANT for message in self.messages)
+        return said or self.whole or self.answer is not None or self.spans is not None
 
     @property
     def images(self) -> bool:
@@ -387,3 +394,11 @@ def _object(place: str, line: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise ConfigError(f"{place}: {type(row).__name__}; expected a JSON object")
     return row
+
+
+def has_answers(source: str, subset: str | None = None, split: str = "train") -> bool:
+    """Return whether the first row of a source that is not empty has a response."""
+    for place, row in read_source(source, subset, split):
+        with suppress(EmptyConversation):
+            return conversation(place, row).answered
+    return False

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from draftsmith.errors import ConfigError, reason_of
+from draftsmith.reading import read_json
 
 EMBEDDED = "embedded"
 LINES = (".jsonl", ".ndjson", ".jsonl.gz")
@@ -50,6 +51,27 @@ def check_target_name(name: str, key: str = "target") -> None:
         raise ConfigError(
             f"{key}={name}; expected 'embedded', an existing folder, a GGUF file or a Hub id; there is no such folder"
         )
+    elif path.is_dir():
+        _check_no_drafter(name, key)
+
+
+def drafter_of(name: str) -> str:
+    """Return the folder of a run's drafter for the folder of the run, and any other name as it is."""
+    folder = Path(name).expanduser()
+    is_run = not (folder / "config.json").exists() and (folder / "drafter" / "config.json").is_file()
+    return str(folder / "drafter") if is_run else name
+
+
+def _check_no_drafter(name: str, key: str) -> None:
+    """Raise ConfigError for the folder of a run, and for that of a head, which is no model by itself."""
+    folder = Path(drafter_of(name)).expanduser()
+    try:
+        section = dict(read_json(folder / "config.json")["draftsmith"])
+        kind, made_for = section["type"], section["target"]["name"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return
+    if kind != "draft_model" or drafter_of(name) != name:
+        raise ConfigError(f"{key}={name} is a drafter of type {kind} for {made_for}; expected a target, as {made_for}")
 
 
 def _check_gguf(name: str, path: Path, key: str) -> None:

@@ -1,7 +1,7 @@
 """Settings that `eval`, `check`, `forecast`, `generate` and the demo share, and what they name: loaded once."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from draftsmith.heads.base import Drafter
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.heads.configs import is_named, parse_named
 from draftsmith.heads.model_config import context_limit
-from draftsmith.heads.untrusted import local_folder, read_config
+from draftsmith.heads.untrusted import StoredDrafter, local_folder, read_config
 from draftsmith.names import DTYPES, EMBEDDED, check_attention, check_target_name
+from draftsmith.provenance import model_fingerprints
 from draftsmith.safe_text import Terminal
 from draftsmith.storage import require_apart
 
@@ -228,7 +229,7 @@ def load_session(
         tokenizer, config = load_tokenizer(settings.target, trust_remote_code=trust_remote_code)
         limit = context_limit(config)
         prompts = encode(tokenizer, limit)
-    _require_there(settings.drafters.values())
+    stored = _stored(settings.drafters)
     with stage("loading the target and the drafters", shown=progress):
         loaded = load_target(
             settings.target,
@@ -242,6 +243,8 @@ def load_session(
         }
     if (note := loaded.dtype_note("--dtype bfloat16")) is not None:
         Terminal(stderr=True).print(note, markup=False, soft_wrap=True)
+    for note in pair_notes(settings, loaded.model, drafters, stored):
+        Terminal(stderr=True).print(f"  note: {note}", markup=False, soft_wrap=True)
     _require_readable(settings, loaded.model, drafters)
     limits = [limit, *(drafter.context_limit for drafter in drafters.values())]
     shortest = min((value for value in limits if value is not None), default=None)
@@ -250,12 +253,48 @@ def load_session(
     return Session(loaded.model, loaded.tokenizer, drafters, prompts, processor)
 
 
-def _require_there(drafters: Iterable[str]) -> None:
-    """Raise ConfigError for a drafter that cannot be found, before the target's weights are read."""
-    for path in drafters:
+def _stored(drafters: Mapping[str, str]) -> dict[str, StoredDrafter]:
+    """Return the `draftsmith` sections of the drafters that have one, by name.
+
+    Raises:
+        ConfigError: for a drafter that cannot be found, before the target's weights are read.
+    """
+    sections = {}
+    for name, path in drafters.items():
         own = parse_named(path)[1].get("drafter") if is_named(path) else path
         if own is not None and not is_named(own):
-            read_config(local_folder(own), own)
+            sections[name] = read_config(local_folder(own), own)[1]
+    return {name: section for name, section in sections.items() if section is not None}
+
+
+def pair_notes(
+    settings: PairSettings,
+    target: PreTrainedModel,
+    drafters: Mapping[str, Drafter],
+    stored: Mapping[str, StoredDrafter],
+) -> list[str]:
+    """Return a line for each drafter that can be decoded with, and was trained for another target or dtype.
+
+    Heads that were trained on other weights are refused by `load_drafter`; draft models decode with any target of their
+    vocabulary.
+    """
+    notes = []
+    for name, section in stored.items():
+        made_for, asked = section.target, (section.recipe or {}).get("target", {})
+        fingerprints = {made_for.model_fingerprint, made_for.float16_fingerprint}
+        if fingerprints.isdisjoint(model_fingerprints(target)):
+            notes.append(f"{name} was trained for {made_for.name}, and the weights of {settings.target} are different")
+        if (dtype := asked.get("dtype", settings.dtype)) != settings.dtype:
+            notes.append(f"{name} was trained on the target in {dtype}, not {settings.dtype} (--dtype {dtype})")
+        if (kind := asked.get("quantization")) is not None:
+            notes.append(f"{name} was trained on the target in {kind}, which is not quantized here")
+    size = target.num_parameters()
+    for name, drafter in drafters.items():
+        model = drafter.language_model
+        if model is not None and model is not target and model.num_parameters() > size:
+            larger = f"{model.num_parameters():,} parameters, the target {settings.target} {size:,}"
+            notes.append(f"{name} has {larger}; are --target and --drafter swapped?")
+    return notes
 
 
 def _require_readable(settings: PairSettings, target: PreTrainedModel, drafters: dict[str, Drafter]) -> None:

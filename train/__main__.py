@@ -1,5 +1,6 @@
 """`accelerate launch -m draftsmith.train RECIPE [key=value …]`"""
 
+import os
 import signal
 import sys
 
@@ -16,7 +17,9 @@ def main(arguments: list[str]) -> int:
     try:
         recipe = load_recipe(arguments[0], arguments[1:])
         recipe.require_paths()
-        from draftsmith.train.trainer import train  # which imports torch
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{recipe.name}: loading torch", file=sys.stderr, flush=True)
+        from draftsmith.train.trainer import train
 
         train(recipe)
     except DraftsmithError as error:

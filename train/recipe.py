@@ -259,6 +259,12 @@ def shipped_recipes() -> dict[str, str]:
     return texts
 
 
+def launch_configs() -> dict[str, Path]:
+    """Return the files for `accelerate launch --config_file` in the package, e.g. of `ddp_8gpu`."""
+    folder = Path(str(files("draftsmith.recipes"))) / LAUNCH_CONFIGS
+    return {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+
+
 def unknown_recipe(name: str, known: Iterable[str], others: str = "") -> ConfigError:
     """Return the error for a name that is not among the `known` ones; it begins with the nearest of them."""
     near = get_close_matches(name.removesuffix(".yaml").removeprefix("recipes/"), known, 1, cutoff=0.5)

@@ -1,5 +1,7 @@
 """The training loop: teacher signals, unrolled drafter, agreement, one optimizer step; through accelerate."""
 
+import itertools
+import json
 import math
 import os
 import shlex
@@ -77,8 +79,19 @@ def train(recipe: Recipe) -> Path:
 
 def eval_command(recipe: Recipe) -> str:
     """Return the command that measures the recipe's drafter, where needed with a place for held-out prompts."""
-    words = ["draftsmith", "eval", "--target", recipe.target.model, "--drafter", str(Path(recipe.output) / DRAFTER)]
-    return shlex.join(words) + ("" if recipe.target.model == EMBEDDED else " --prompts HELDOUT")
+    target, folder, prompts = recipe.target, Path(recipe.output), recipe.evaluation.prompts or "HELDOUT"
+    given = {
+        "--prompts": None if (target.model == EMBEDDED and prompts == "HELDOUT") or prompts == EMBEDDED else prompts,
+        "--dtype": None if target.dtype == "float32" else target.dtype,
+        "--attn-implementation": target.attn_implementation,
+        "--chat-template": recipe.data.chat_template,
+        "--out": str(folder / "eval"),
+    }
+    words = ["draftsmith", "eval", "--target", target.model, "--drafter", str(folder / DRAFTER)]
+    words += [word for option, value in given.items() if value is not None for word in (option, value)]
+    for name, value in recipe.data.template_options.items():
+        words += ["--template-option", f"{name}={json.dumps(value)}"]
+    return shlex.join([*words, *["--trust-remote-code"] * target.trust_remote_code])
 
 
 def _finish_again(recipe: Recipe, folder: Path) -> None:
@@ -164,9 +177,9 @@ class Run:
         if step == 0 and self.quantization is not None:
             self.record.log({"step": 0, "quantization": self.quantization})
         self.engine.module.train()
-        if not self.evaluated:
-            self._evaluate(step)
         with self.console.bar(name, settings.steps, step) as advance:
+            if not self.evaluated:
+                self._evaluate(step)
             while step < self.end and stopping.agreed is None:
                 self._refresh(step)
                 row = self.step(step)
@@ -356,13 +369,19 @@ class Run:
 
         Returns None where a signal came.
         """
+        prompts = itertools.count(1)
+
+        def stop() -> bool:
+            self.console.doing(f"evaluating prompt {next(prompts)} of {len(self.data.heldout)}")
+            return self.context.placement.any(self.stopping.received is not None)
+
         evaluation = evaluate_drafter(
             self.target.model,
             self.drafter,
             self.data.heldout,
             self.recipe.evaluation,
             self.draft_length,
-            stop=lambda: self.context.placement.any(self.stopping.received is not None),
+            stop=stop,
             read_images=self.read_images,
         )
         if evaluation is None:

@@ -69,7 +69,7 @@ A drafter from prompts to publication:
   forecast  draftsmith forecast --target TARGET --drafter FOLDER --prompts HELDOUT
   push      draftsmith push FOLDER USER/NAME --eval runs/eval
 
-draftsmith quickstart   does it on this machine with a small target of its own, in a few minutes
+draftsmith quickstart   does all of it on this machine with a small target of its own, in a few minutes
 draftsmith recipes      lists recipes for published targets, and one for any target by drafter
 draftsmith --help       lists every command\
 """
@@ -114,35 +114,63 @@ def memory(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value; overrides the file.")] = None,
     processes: Annotated[int, typer.Option("--processes", min=1, help="Processes that share a batch.")] = 1,
     sharded: Annotated[bool, typer.Option("--sharded", help="Estimate for FSDP2 or ZeRO.")] = False,
-    on: Annotated[str | None, typer.Option("--on", help="Also estimate the time on h100, a100, rtx4090, …")] = None,
+    on: Annotated[
+        str | None,
+        typer.Option("--on", help="A GPU, such as h100 or 4090: does the run fit, how long does it take?"),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Estimate the memory (and time) of a recipe in each process from the target's config, without its weights."""
     checked = checked_recipe(recipe, overrides)
     from draftsmith.distill.load_target import load_tokenizer
-    from draftsmith.train.estimate.memory import estimate_memory
-    from draftsmith.train.estimate.time import estimate_work, require_machine
+    from draftsmith.train.estimate.memory import MemoryEstimate, estimate_memory
+    from draftsmith.train.estimate.time import (
+        estimate_work,
+        fitting_overrides,
+        fitting_sentence,
+        machine_named,
+        room_on,
+    )
     from draftsmith.train.launch import precision, require_divisible
+    from draftsmith.train.recipe import load_recipe
 
     require_divisible(checked, processes)
-    require_machine(on)
-    target = checked.target
+    machine, target, given = None if on is None else machine_named(on), checked.target, list(overrides or ())
     _, config = load_tokenizer(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
     # All machines in the table compute bf16 in hardware, even if this one does not.
     bf16 = precision(checked) == "bf16" or (on is not None and checked.train.mixed_precision == "auto")
-    options = {"processes": processes, "sharded": sharded, "bf16": bf16, "accelerated": True if on else None}
-    estimate = estimate_memory(checked, config, **options)
-    seconds, time = {}, None
-    if on is not None:
+
+    def estimated(more: list[str]) -> MemoryEstimate:
+        changed = load_recipe(recipe, [*given, *more]) if more else checked
+        require_divisible(changed, processes)
+        options = {"processes": processes, "sharded": sharded, "bf16": bf16, "accelerated": True if on else None}
+        return estimate_memory(changed, config, **options)
+
+    estimate = estimated([])
+    seconds, lines = {}, []
+    if machine is not None:
         work = estimate_work(checked, config, processes=processes, bf16=bf16)
-        seconds = {"sampling": work.sampling_seconds(on), "training": work.training_seconds(on)}
-        time = work.on(on)
+        seconds = {"sampling": work.sampling_seconds(machine), "training": work.training_seconds(machine)}
+        lines, room = [work.on(machine)], room_on(machine)
+        if not as_json:
+            small = estimate.announced <= room
+            more = [] if small else fitting_overrides(checked, room, lambda values: estimated(values).announced)
+            needed = estimate.announced if not more else estimated(more).announced
+            lines.append(fitting_sentence(machine, needed, more))
+            given += more or []
     if as_json:
         return print_json({"bytes": estimate.phases, "seconds": seconds})
     typer.echo(f"about {estimate}")
-    if time is not None:
-        typer.echo(time)
-    suggest("accelerate", "launch", "-m", "draftsmith.train", recipe, *overrides or ())
+    for line in lines:
+        typer.echo(line)
+    launch: list[object] = []
+    if processes > 1:
+        from draftsmith.train.recipe import launch_configs
+
+        # One machine's file: accelerate takes the number of processes from the option.
+        launch = ["--config_file", launch_configs()["fsdp2_8gpu" if sharded else "ddp_8gpu"]]
+        launch += ["--num_processes", processes]
+    suggest("accelerate", "launch", *launch, "-m", "draftsmith.train", recipe, *given)
 
 
 @app.command()
@@ -232,8 +260,8 @@ def recipes(
     name: Annotated[str | None, typer.Argument(help="Recipe to print.")] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of recipes, for editors.")] = False,
 ) -> None:
-    """List the shipped recipes, or print one."""
-    from draftsmith.train.recipe import Recipe, shipped_recipes, unknown_recipe
+    """List the shipped recipes, or print one, or a launch file such as accelerate/ddp_8gpu."""
+    from draftsmith.train.recipe import LAUNCH_CONFIGS, Recipe, launch_configs, shipped_recipes, unknown_recipe
 
     if schema:
         return print_json(Recipe.model_json_schema())
@@ -242,8 +270,11 @@ def recipes(
         for recipe, text in shipped.items():
             typer.echo(f"{recipe:32s} {text.splitlines()[0].lstrip('# ')}")
         return suggest("draftsmith", "recipes", "draft_model/any_prompts", to_stderr=True)
+    launch = {f"{LAUNCH_CONFIGS}/{config}": path for config, path in launch_configs().items()}
+    if name in launch:
+        return typer.echo(launch[name].read_text(encoding="utf-8"), nl=False)
     if name not in shipped:
-        raise unknown_recipe(name, shipped)
+        raise unknown_recipe(name, [*shipped, *launch])
     typer.echo(shipped[name], nl=False)
     suggest("draftsmith", "memory", name, to_stderr=True)
 

@@ -154,7 +154,7 @@ def check(
             _require_folder(settings, out)
             checked = _run(checking, out, as_json)
     if checked.verdict == "lossless" and not as_json and drafter:
-        suggest("draftsmith", "eval", *measuring(target, drafter, prompts))
+        suggest("draftsmith", "eval", *measuring(target, drafter, prompts, settings))
     raise typer.Exit(EXIT_CODES[checked.verdict])
 
 

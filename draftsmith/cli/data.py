@@ -62,7 +62,10 @@ FailuresOption = Annotated[
 def data_preview(
     prompts: PromptsArgument,
     target: TargetOption,
-    response: Annotated[str, typer.Option("--response", help="'text' or 'target' (only prompts).")] = "text",
+    response: Annotated[
+        str | None,
+        typer.Option("--response", help="'text' (the file's) or 'target' (only prompts); default: by the first row."),
+    ] = None,
     show: Annotated[int, typer.Option("--show", help="Samples to print.")] = 3,
     count: Annotated[int, typer.Option("--count", help="Samples to read for the statistics.")] = 10_000,
     prompt_tokens: PromptTokensOption = 2048,
@@ -75,6 +78,10 @@ def data_preview(
 ) -> None:
     """Show samples with their trained tokens highlighted, and the distribution of lengths."""
     variables = template_options(template_option)
+    if response is None:
+        from draftsmith.distill.sources import has_answers
+
+        response = "text" if has_answers(prompts, subset, split) else "target"
     data = _section(
         prompts=prompts,
         response=response,

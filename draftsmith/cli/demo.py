@@ -211,7 +211,9 @@ def serve(request: DemoRequest, *, trust_remote_code: bool = False) -> None:
         raise ConfigError.of("port", request.port, "1 to 65535")
     demo = Demo(request, load_session(request, None, trust_remote_code=trust_remote_code))
     # Printed first: the server runs until it is interrupted.
-    suggest("draftsmith", "eval", *measuring(request.target, request.drafters.values(), "embedded"), to_stderr=True)
+    suggest(
+        "draftsmith", "eval", *measuring(request.target, request.drafters.values(), "embedded", request), to_stderr=True
+    )
     theme = gradio().themes.Default(font=["sans-serif"], font_mono=["monospace"])  # none is loaded from elsewhere
     try:
         make_page(demo).launch(

@@ -157,7 +157,7 @@ def _measure(settings: "Settings", drafters: list[str], out: Path, *, as_json: b
     if as_json:
         return print_json(evaluation.as_json())
     show(evaluation, out)
-    suggest("draftsmith", "forecast", *measuring(settings.target, drafters, settings.prompts))
+    suggest("draftsmith", "forecast", *measuring(settings.target, drafters, settings.prompts, settings))
     if trained := [folder for folder in settings.drafters.values() if Path(folder).is_dir()]:
         suggest("draftsmith", "push", trained[0], "USER/NAME", "--eval", out)
 

@@ -119,5 +119,5 @@ def forecast(
     best = predicted.best[0]
     if best["drafter"] is not None and best["policy"] is not None:
         chosen = [] if best["policy"] == PLAIN else ["--policy", best["policy"]]
-        pair = measuring(settings.target, [settings.drafters[best["drafter"]]], settings.prompts)
+        pair = measuring(settings.target, [settings.drafters[best["drafter"]]], settings.prompts, settings)
         suggest("draftsmith", "eval", *pair, *chosen)

@@ -117,5 +117,5 @@ def stream(prompt: str, request: GenerateRequest, *, trust_remote_code: bool) ->
     console.print(Text(text.rest(), style=OWN))
     log.print(_summary(out) + ("" if decoder.lossless or temperature == 0 else f"; rule {request.rule} is LOSSY"))
     if drafter is not None:
-        words = measuring(request.target, request.drafters.values(), request.prompts)
+        words = measuring(request.target, request.drafters.values(), request.prompts, request)
         suggest("draftsmith", "eval", *words, to_stderr=True)

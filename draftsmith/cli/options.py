@@ -13,6 +13,7 @@ import typer
 from draftsmith.errors import ConfigError
 from draftsmith.names import (
     DTYPES,
+    EMBEDDED,
     POLICIES,
     RULES,
     check_attention,
@@ -20,12 +21,14 @@ from draftsmith.names import (
     check_prompts_name,
     check_target_name,
     check_template_name,
+    drafter_of,
     require_cached_without_hub,
 )
 from draftsmith.reading import parse_assignment, parse_specification, specified_name
 from draftsmith.safe_text import printable
 
 if TYPE_CHECKING:
+    from draftsmith.eval.settings import PairSettings
     from draftsmith.train.recipe import Recipe
 
 
@@ -185,10 +188,22 @@ def suggest(*words: object, to_stderr: bool = False) -> None:
     typer.echo(printable(f"next: {shlex.join(map(str, words))}"), err=to_stderr)
 
 
-def measuring(target: str, drafters: Iterable[str], prompts: str) -> list[str]:
-    """Return the options that `eval`, `check` and `forecast` share, as words of a command line."""
-    chosen = [word for drafter in drafters for word in ("--drafter", drafter)]
-    return ["--target", target, *chosen, *(["--prompts", prompts] if prompts != "embedded" else [])]
+def measuring(target: str, drafters: Iterable[str], prompts: str, settings: "PairSettings | None" = None) -> list[str]:
+    """Return the options that `eval`, `check` and `forecast` share, as words of a command line.
+
+    `settings`: of the command that suggests another one, whose loading options are repeated.
+    """
+    words = ["--target", target, *(word for drafter in drafters for word in ("--drafter", drafter))]
+    words += ["--prompts", prompts] if prompts != EMBEDDED else []
+    if settings is None:
+        return words
+    words += ["--dtype", settings.dtype] if settings.dtype != DTYPES[0] else []
+    for name in ("attn_implementation", "chat_template"):
+        if (value := getattr(settings, name)) is not None:
+            words += [f"--{name.replace('_', '-')}", value]
+    for name, value in settings.template_options.items():
+        words += ["--template-option", f"{name}={json.dumps(value)}"]
+    return words
 
 
 def checked_recipe(name: str, overrides: list[str] | None) -> "Recipe":
@@ -220,7 +235,7 @@ def named_drafters(drafters: list[str]) -> dict[str, str]:
             raise ConfigError(f"drafter={entry}: the name {name!r} is taken; expected name=folder with another name")
         if not is_named(folder):
             check_drafter_name(folder, "--drafter")
-        named[name] = os.path.expanduser(folder)
+        named[name] = os.path.expanduser(drafter_of(folder))
     return named
 
 

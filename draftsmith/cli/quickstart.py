@@ -32,6 +32,7 @@ from draftsmith.train.trainer import train
 
 TITLE = "Quickstart: two drafters for the embedded target"
 RECIPES = {"draft_model": "quickstart/draft_model", "mtp": "quickstart/mtp"}
+ESTIMATE = "8 to 14 minutes on two CPU cores, a second call about 2"
 PROMPTS, NEW_TOKENS, REPEATS = 10, 64, 2
 FORECAST_PROMPTS, LONGEST_DRAFT, TREE = 4, 6, "tree:widths=2x1x1"
 
@@ -50,6 +51,7 @@ def _quickstart(out: Path) -> None:
     console, started = Terminal(stderr=True), time.perf_counter()
     trained = {name: str(out / name / "drafter") for name in RECIPES}
     drafters = {**trained, "hybrid": f"hybrid:drafter={trained['mtp']}"}
+    console.print(f"4 stages, {ESTIMATE}; everything is written to {out}", soft_wrap=True)
     for number, (name, recipe) in enumerate(RECIPES.items(), 1):
         with _stage(console, f"{number}/4 Drafter {name}: accelerate launch -m draftsmith.train {recipe}"):
             _launch(recipe, out / name)
@@ -73,10 +75,14 @@ def _quickstart(out: Path) -> None:
     _write_cards(evaluation, trained)
     show(evaluation, out)
     console.print(f"\nThe quickstart took {(time.perf_counter() - started) / 60:.1f} minutes.")
-    pair = ("--target", "embedded", "--drafter", drafters["hybrid"])
-    suggest("draftsmith", "generate", *pair, "def main(", to_stderr=True)
-    suggest("draftsmith", "check", *pair, to_stderr=True)
-    suggest("draftsmith", "recipes", RECIPES["mtp"], to_stderr=True)
+    for words in following(drafters["hybrid"]):
+        suggest("draftsmith", *words, to_stderr=True)
+
+
+def following(drafter: str) -> list[list[str]]:
+    """Return the commands that the quickstart suggests."""
+    pair = ["--target", "embedded", "--drafter", drafter]
+    return [["generate", *pair, "def main("], ["check", *pair], ["recipes", RECIPES["mtp"]]]
 
 
 def _forecast(drafters: dict[str, str], trained: dict[str, str], out: Path) -> dict[str, Any]:

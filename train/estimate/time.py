@@ -1,11 +1,17 @@
-"""Time that a run takes on a machine, computed from the operations of its step and the bytes that sampling reads."""
+"""Time that a run takes on a GPU, computed from the operations of its step and the bytes that sampling reads.
+
+Also whether it fits into the memory of the GPU, and the recipe values with which it does.
+"""
 
 import math
+import re
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads.hidden_states import final_states
 from draftsmith.train.estimate.fake_run import (
     Operations,
@@ -16,18 +22,21 @@ from draftsmith.train.estimate.fake_run import (
     without_data,
 )
 from draftsmith.train.estimate.memory import cache_bytes
+from draftsmith.train.progress import in_units
 from draftsmith.train.recipe import Recipe
 
 MACHINES = {
-    "h200": (989.0, 4800.0),
-    "h100": (989.0, 3350.0),
-    "a100": (312.0, 2039.0),
-    "l40s": (362.0, 864.0),
-    "rtx4090": (165.0, 1008.0),
-    "a10": (125.0, 600.0),
-    "l4": (121.0, 300.0),
+    "h200": (989.0, 4800.0, 140),
+    "h100": (989.0, 3350.0, 80),
+    "a100": (312.0, 2039.0, 80),
+    "l40s": (362.0, 864.0, 48),
+    "rtx4090": (165.0, 1008.0, 24),
+    "a10": (125.0, 600.0, 24),
+    "l4": (121.0, 300.0, 24),
 }
-"""Dense bf16 TFLOP/s and memory bandwidth in GB/s, from the vendors' data sheets."""
+"""Dense bf16 TFLOP/s, memory bandwidth in GB/s, and memory in GiB, from the vendors' data sheets."""
+USABLE = 0.94
+"""Share of a GPU's memory that torch's allocator can fill; the context and fragments take the rest."""
 OPERATIONS_SHARE, BYTES_SHARE = 0.4, 0.5
 """Shares of both that a run is assumed to reach."""
 
@@ -67,16 +76,65 @@ class WorkEstimate:
         return f"about {in_hours(sampling + training)} on {machine}: {parts}"
 
 
-def require_machine(machine: str | None) -> None:
-    """Raise ConfigError for a machine that is not in `MACHINES`."""
-    if machine is not None and machine not in MACHINES:
-        raise ConfigError.of("on", machine, f"one of {', '.join(MACHINES)}")
+def machine_named(name: str) -> str:
+    """Return the entry of `MACHINES` for a name such as `H100`, `RTX 4090` or `A100-80GB`; ConfigError without one."""
+    words = [word.removeprefix("rtx") for word in re.split(r"[^a-z0-9]+", name.lower())]
+    for machine in MACHINES:
+        if machine.removeprefix("rtx") in words:
+            return machine
+    raise ConfigError.of("--on", name, f"one of {', '.join(MACHINES)}")
+
+
+def room_on(machine: str) -> int:
+    """Return the bytes of a machine's GPU that a run can fill."""
+    return round(MACHINES[machine][2] * USABLE * 2**30)
+
+
+def fitting_sentence(machine: str, needed: int, overrides: list[str] | None) -> str:
+    """Return whether a run fits into a machine's memory: as it is, with `overrides`, or, with None, not at all."""
+    room = f"{in_units(room_on(machine))} that can be used of {MACHINES[machine][2]} GiB on {machine}"
+    if overrides is None:
+        return f"does not fit into the {room}; expected a smaller target, several GPUs with --sharded, or a larger GPU"
+    if not overrides:
+        return f"fits into the {room}"
+    return f"does not fit into the {room}; takes {in_units(needed)} and fits with {' '.join(overrides)}"
 
 
 def _peak(machine: str) -> tuple[float, float]:
     """Return operations and bytes per second."""
-    operations, moved = MACHINES[machine]
+    operations, moved, _ = MACHINES[machine]
     return operations * 1e12, moved * 1e9
+
+
+def fitting_overrides(recipe: Recipe, room: int, needed: Callable[[list[str]], int]) -> list[str] | None:
+    """Return recipe values, `section.key=value`, with which a run fits into `room` bytes; None if none do.
+
+    Those that leave the result as it is come first: more accumulation steps, recomputed activations, fewer prompts
+    decoded together. The target's dtype, its quantization and a draft vocabulary follow; offloading is last. A value
+    that saves nothing is left out.
+
+    Args:
+        needed: returns the bytes of the run with these values; raises ConfigError for values that exclude each other.
+    """
+    train, data, least = recipe.train, recipe.data, needed([])
+    steps = [
+        *(f"train.gradient_accumulation={train.batch_size // size}" for size in (4, 2, 1) if size < train.batch_size),
+        "train.activation_checkpointing=true",
+        *(f"data.batch_size={size}" for size in (16, 4) if size < data.batch_size),
+        *(["target.dtype=bfloat16"] if recipe.target.dtype == "float32" else []),
+        "target.quantization=int8",
+        "drafter.draft_vocab_size=32000",
+        "target.offload=true",
+    ]
+    chosen: dict[str, str] = {}
+    for step in steps:
+        key = step.partition("=")[0]
+        with suppress(DraftsmithError):
+            if (size := needed([*({**chosen, key: step}).values()])) < 0.99 * least:
+                least, chosen[key] = size, step
+        if least <= room:
+            return list(chosen.values())
+    return None
 
 
 def in_hours(seconds: float) -> str:

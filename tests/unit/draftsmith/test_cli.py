@@ -19,6 +19,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.eval.settings import PairSettings, require_valid
 from draftsmith.heads.untrusted import local_folder
 from draftsmith.names import POLICIES, RULES, require_cached_without_hub
+from draftsmith.train.estimate.memory import MemoryEstimate
 from draftsmith.train.recipe import shipped_recipes
 
 
@@ -282,11 +283,17 @@ def test_memory_on_a_machine_is_in_its_precision(
     recipe_file: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    monkeypatch.setattr("draftsmith.train.estimate.memory.estimate_memory", lambda *_, **options: asked.append(options))
+
+    def estimated(*_: object, **options: object) -> MemoryEstimate:
+        asked.append(options)
+        return MemoryEstimate(2**30, 0, 0, 0, 0, 0, 0)
+
+    monkeypatch.setattr("draftsmith.train.estimate.memory.estimate_memory", estimated)
     monkeypatch.setattr("draftsmith.train.launch.bf16_is_fast", lambda _: False)
-    for words in (["auto"], ["auto", "--on", "h100"], ["no", "--on", "h100"]):
+    for words in (["auto"], ["auto", "--on", "H100"], ["no", "--on", "h100"]):
         precision, *on = words
-        assert _run(capsys, "memory", str(recipe_file), f"train.mixed_precision={precision}", *on)[0] == 0
+        code, said, _ = _run(capsys, "memory", str(recipe_file), f"train.mixed_precision={precision}", *on)
+        assert (code, "fits into the 75.20 GiB that can be used of 80 GiB on h100" in said) == (0, bool(on))
     assert [options["bf16"] for options in asked] == [False, True, False]
     assert [options["accelerated"] for options in asked] == [None, True, True]
 

@@ -6,13 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import make_llama
 from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.cli import main
+from draftsmith.cli.options import named_drafters
 from draftsmith.distill.load_target import DTYPES
 from draftsmith.errors import ConfigError
 from draftsmith.eval.settings import PairSettings, load_session
+from draftsmith.heads.checkpoint import describe_target, save_drafter
+from draftsmith.heads.draft_model import DraftModel
+from draftsmith.heads.medusa import Medusa
+from draftsmith.names import check_target_name
 
 Refused = Callable[..., str]
 
@@ -151,3 +157,35 @@ def test_a_target_of_16_bits_that_is_computed_in_32_is_told(
     load_session(PairSettings(str(tiny_target_folder), {}, dtype=dtype), None, progress=False)
     line = "target: stored in bfloat16, computed in float32; --dtype bfloat16 is faster on this machine"
     assert (line in capsys.readouterr().err) == said
+
+
+def test_wrong_pairs_are_recognised(
+    tmp_path: Path, tiny_target_folder: Path, tiny_tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture
+) -> None:
+    other = make_llama()
+    with torch.no_grad():
+        other.lm_head.weight.add_(1.0)
+    run, head = tmp_path / "runs" / "mine", tmp_path / "head"
+    described = describe_target(other, tiny_tokenizer, "user/other")
+    recipe = {"target": {"dtype": "bfloat16", "quantization": "int8"}}
+    draft = DraftModel.from_target(other, num_hidden_layers=1)
+    save_drafter(draft, run / "drafter", target=described, recipe=recipe, draft_length=2)
+    save_drafter(Medusa.from_target(other), head, target=described, recipe=None, draft_length=2)
+
+    assert named_drafters([str(run)]) == {"mine": str(run / "drafter")}
+    for target in (run, head):
+        with pytest.raises(ConfigError, match=r"target=.* is a drafter of type .* for user/other; expected a target"):
+            check_target_name(str(target))
+
+    load_session(PairSettings(str(tiny_target_folder), {"mine": str(run / "drafter")}), None, progress=False)
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"mine was trained for user/other, and the weights of {tiny_target_folder} are different" in said
+    assert "mine was trained on the target in bfloat16, not float32 (--dtype bfloat16)" in said
+    assert "mine was trained on the target in int8, which is not quantized here" in said
+    assert "swapped" not in said
+
+    make_llama(num_hidden_layers=6).save_pretrained(tmp_path / "large")
+    load_session(PairSettings(str(tiny_target_folder), {"d": str(tmp_path / "large")}), None, progress=False)
+    assert "are --target and --drafter swapped?" in " ".join(capsys.readouterr().err.split())
+    load_session(PairSettings(str(tiny_target_folder), {"d": str(tiny_target_folder)}), None, progress=False)
+    assert "note:" not in capsys.readouterr().err

@@ -9,7 +9,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from draftsmith.errors import ConfigError
 from draftsmith.train.estimate.fake_run import Operations, dry_step
-from draftsmith.train.estimate.time import MACHINES, estimate_work, in_hours, require_machine
+from draftsmith.train.estimate.time import MACHINES, estimate_work, fitting_overrides, in_hours, machine_named
 from draftsmith.train.recipe import Recipe, parse_recipe
 
 SHAPES = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2}
@@ -117,5 +117,26 @@ def test_seconds_are_operations_and_bytes_by_the_share_of_the_peak() -> None:
 
 
 def test_an_unknown_machine_is_refused() -> None:
-    with pytest.raises(ConfigError, match=f"on='abacus'; expected one of {', '.join(MACHINES)}"):
-        require_machine("abacus")
+    with pytest.raises(ConfigError, match=f"--on='abacus'; expected one of {', '.join(MACHINES)}"):
+        machine_named("abacus")
+
+
+def test_machines_are_recognised_by_the_names_that_people_use() -> None:
+    names = {"H100": "h100", "NVIDIA H100 80GB HBM3": "h100", "4090": "rtx4090", "RTX 4090": "rtx4090", "L4": "l4"}
+    names |= {"a100-80gb": "a100", "A10": "a10", "rtx4090": "rtx4090", "L40S": "l40s"}
+    assert {name: machine_named(name) for name in names} == names
+
+
+def test_overrides_that_fit_are_the_first_that_save_enough() -> None:
+    saved = {"train.gradient_accumulation": 20, "train.activation_checkpointing": 0, "target.quantization": 40}
+    recipe = parse_recipe({"name": "a", "output": "b", "drafter": {"type": "medusa"}}, "test")
+
+    def needed(overrides: list[str]) -> int:
+        keys = [entry.partition("=")[0] for entry in overrides]
+        if "target.dtype" in keys:
+            raise ConfigError("excluded")
+        return 100 - sum(saved.get(key, 0) for key in keys)
+
+    assert fitting_overrides(recipe, 80, needed) == ["train.gradient_accumulation=4"]
+    assert fitting_overrides(recipe, 40, needed) == ["train.gradient_accumulation=4", "target.quantization=int8"]
+    assert fitting_overrides(recipe, 30, needed) is None
