@@ -13,7 +13,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.eval.journal import JOURNAL, require_same_run, whole_lines
 from draftsmith.eval.learning_curve import outlook, time_split
 from draftsmith.eval.prompts import OVERALL
-from draftsmith.eval.results import EVALUATION, Evaluation, Row, read_evaluation
+from draftsmith.eval.results import EVALUATION, Evaluation, Row, read_evaluation, short_policy
 from draftsmith.eval.settings import Settings, require_same_settings
 from draftsmith.metrics import FEW, often_tested
 from draftsmith.safe_text import markdown_environment, printable
@@ -96,7 +96,7 @@ def write_report(evaluation: Evaluation, out: Path, *, title: str, runs: dict[st
     values = {**_values(evaluation), "title": title, "plots": plots, "training": training_lines(runs or {})}
     page = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=True, keep_trailing_newline=True)
     page.trim_blocks, page.finalize = True, lambda value: printable(value) if type(value) is str else value
-    page.filters |= {"interval": interval, "visible": visible}
+    page.filters |= {"interval": interval, "visible": visible, "short": short_policy}
     write_text(out / "report.md", _render("report.md.j2", values, markdown_environment(interval=interval)))
     write_text(out / "report.html", _render("report.html.j2", values, page))
     write_json(out / EVALUATION, evaluation.as_json())

@@ -1,6 +1,7 @@
 """The command line. Commands import their packages when they run: help and errors do not wait for torch."""
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -253,6 +254,25 @@ def demo(
         attn_implementation=attn_implementation,
     )
     serve(request, trust_remote_code=trust_remote_code)
+
+
+@app.command()
+def env() -> None:
+    """Print versions, devices and threads for a bug report; no paths and no tokens."""
+    import torch
+
+    from draftsmith.provenance import environment, has_cxx_compiler
+
+    found = environment()
+    memory = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
+    values = {"draftsmith": __version__, **found.pop("versions"), **found, "accelerators": len(memory)}
+    values |= {"accelerator memory": ", ".join(f"{size / 2**30:.0f} GiB" for size in memory) or None}
+    values |= {"C++ compiler": has_cxx_compiler(), "cuda": torch.version.cuda}
+    for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE"):
+        values[name] = os.environ.get(name)
+    for name, value in values.items():
+        if name != "command":
+            typer.echo(printable(f"{name:22s} {value}"))
 
 
 @app.command()

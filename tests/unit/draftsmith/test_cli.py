@@ -200,6 +200,23 @@ def test_an_unreachable_hub_is_asked_twice(
         assert capsys.readouterr().err == ""
 
 
+def test_the_environment_has_no_path_and_no_token(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    code, said, _ = _run(capsys, "env")
+    assert (code, len(said.splitlines()) < 60) == (0, True)
+    assert {"draftsmith", "torch", "python", "torch_threads"} <= {line.split()[0] for line in said.splitlines()}
+    assert "hf_secret" not in said
+    assert not {str(Path.home()), str(Path.cwd()), sys.prefix} & set(said.split())
+
+
+def test_launch_files_are_printed(capsys: pytest.CaptureFixture) -> None:
+    code, said, _ = _run(capsys, "recipes", "accelerate/ddp_8gpu")
+    assert (code, "num_processes: 8" in said.splitlines()) == (0, True)
+    assert "did you mean accelerate/ddp_8gpu?" in _run(capsys, "recipes", "accelerate/ddp_8gup")[2]
+
+
 def test_without_arguments_the_loop_is_shown(capsys: pytest.CaptureFixture) -> None:
     code, out, err = _run(capsys)
     assert (code, err) == (0, "")
