@@ -78,10 +78,6 @@ def data_preview(
 ) -> None:
     """Show samples with their trained tokens highlighted, and the distribution of lengths."""
     variables = template_options(template_option)
-    if response is None:
-        from draftsmith.distill.sources import has_answers
-
-        response = "text" if has_answers(prompts, subset, split) else "target"
     data = _section(
         prompts=prompts,
         response=response,
@@ -93,6 +89,11 @@ def data_preview(
         chat_template=chat_template,
         template_options=variables,
     )
+    if response is None:
+        from draftsmith.distill.sources import has_answers
+
+        response = "text" if has_answers(prompts, subset, split) else "target"
+        data = data.model_copy(update={"response": response})
     from draftsmith.train.prepare import preview
 
     preview(target, data, show=show, trust_remote_code=trust_remote_code)
