@@ -38,6 +38,7 @@ SMALL |= {"mrope_section": [1, 1, 2]}
 SECOND = {
     *("llama3.1-8b/eagle3", "llama3.1-8b/eagle3_128k", "llama3.1-8b/eagle3_32k", "llama3.2-1b/dspark"),
     *("qwen3-4b/qwen3-0.6b", "qwen3-8b/eagle3", "vicuna-7b/hydra", "vicuna-7b/medusa"),
+    *("smollm2-135m/draft_model", "smollm2-135m/eagle3"),
 }
 """Recipes whose kind of target another recipe has, and whose drafter a third."""
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -97,8 +98,11 @@ def test_a_header_tells_hardware_time_and_what_to_approach(name: str) -> None:
     target = load_recipe(name).target
     gpus = "one GPU of" if target.tensor_parallel == 1 else f"{target.tensor_parallel} GPUs of"
     gpus = "several GPUs, with target.sharded" if target.sharded else gpus
-    for line in ("# Launch:   accelerate launch", f"# Hardware: {gpus}", "# Time:     about", "# Approach: "):
+    measured = "# Measured: " in header
+    gpus, figures = ("any", "# Measured: ") if measured else (gpus, "# Approach: ")
+    for line in ("# Launch:   accelerate launch", f"# Hardware: {gpus}", "# Time:     about", figures):
         assert header.count(f"\n{line}") == 1, line
+    assert ("(computed)" in header) != measured, "what was never run says so"
 
 
 @pytest.mark.slow
