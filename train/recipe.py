@@ -199,7 +199,9 @@ class Recipe(Section):
             raise ConfigError.of("teacher.file", self.teacher.file, "a folder of hidden states")
         if self.data.chat_template is not None:
             check_template_name(self.data.chat_template, "data.chat_template")
-        for key in ("start_from", "continue_from"):
+        # A run that has a checkpoint of its own no longer needs the one that it continues, see check_continuation.
+        own = Path(self.output).expanduser() / "checkpoints"
+        for key in ("start_from",) if own.is_dir() else ("start_from", "continue_from"):
             if (name := getattr(self, key)) is not None:
                 check_drafter_name(name, key)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from engines.workshop import COUNT, LENGTH, TOKENS, Pair, Workshop, draftsmith
+from engines.workshop import COUNT, TOKENS, Pair, Workshop, draftsmith
 from transformers_server import free_port, running
 
 from draftsmith.distill.embedded import embedded_target
@@ -118,7 +118,7 @@ def test_tau_is_that_of_a_local_measurement(served: Served, tmp_path: Path) -> N
     draftsmith("eval", "server", served.url, *served.name, *served.pair.options, *measured)
     (row,) = json.loads((out / "eval.json").read_text())["server"]
     assert row["tau"] == pytest.approx(served.pair.local["tau"], rel=CLOSE)
-    assert 1 <= len(row["acceptance_at"]) <= LENGTH
+    assert 1 <= len(row["acceptance_at"]) <= served.pair.length
 
 
 def test_a_pass_commits_the_accepted_tokens_and_one_more(served: Served) -> None:
@@ -130,8 +130,8 @@ def test_a_pass_commits_the_accepted_tokens_and_one_more(served: Served) -> None
     answer = httpx.post(f"{served.url}/v1/completions", json={**asked, "ignore_eos": True}, timeout=300).json()
     counted = asyncio.run(settled(routes)).since(before)
     committed = counted.rounds + sum(counted.accepted)
-    assert abs(committed - (answer["usage"]["completion_tokens"] - 1)) <= LENGTH
-    assert sum(counted.accepted) <= counted.drafted <= LENGTH * counted.rounds
+    assert abs(committed - (answer["usage"]["completion_tokens"] - 1)) <= served.pair.length
+    assert sum(counted.accepted) <= counted.drafted <= served.pair.length * counted.rounds
 
 
 def test_a_forecast_times_the_servers(served: Served, tmp_path: Path) -> None:
@@ -140,4 +140,4 @@ def test_a_forecast_times_the_servers(served: Served, tmp_path: Path) -> None:
     limits = ("--max-new-tokens", 24, "--temperature", 0, "--out", tmp_path / "forecast")
     draftsmith("forecast", *served.name, *drafter, *servers, *limits)
     predicted = json.loads((tmp_path / "forecast" / "forecast.json").read_text())
-    assert [row["policy"] for row in predicted["rows"]] == [f"chain:draft_length={LENGTH}"]
+    assert [row["policy"] for row in predicted["rows"]] == [f"chain:draft_length={served.pair.length}"]
