@@ -381,9 +381,9 @@ def _array(path: Path, text: str) -> Iterator[Row]:
     except ValueError as error:
         raise ConfigError(f"{path}: not JSON ({error}); expected an array of objects") from error
     for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict):
-            raise ConfigError(f"{path}:{number}: {type(row).__name__}; expected a JSON object")
-        yield f"{path}:{number}", row
+        if not isinstance(row, dict | str):
+            raise ConfigError(f"{path}:{number}: {type(row).__name__}; expected a JSON object, or a string: a prompt")
+        yield f"{path}:{number}", {"prompt": row} if isinstance(row, str) else row
 
 
 def _object(place: str, line: str) -> dict[str, Any]:

@@ -45,6 +45,7 @@ from draftsmith.safe_text import printable
 app = typer.Typer(
     help="Train drafters for speculative decoding on a frozen target, and measure acceptance and speedup.",
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 app.add_typer(data_app, name="data")
 app.add_typer(eval_app, name="eval")

@@ -173,6 +173,14 @@ def test_an_answer_may_be_any_list() -> None:
     assert conversation("f:1", {"prompt": "ab", "answer": json.loads(listed), "output": "cd"}).answer == "cd"
 
 
+def test_an_array_of_strings_holds_prompts(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('["one", {"prompt": "two"}]')
+    assert [row for _, row in read(tmp_path / "a.json")] == [{"prompt": "one"}, {"prompt": "two"}]
+    (tmp_path / "b.json").write_text('["one", 2]')
+    with pytest.raises(ConfigError, match=r"b\.json:2: int; expected a JSON object, or a string: a prompt"):
+        list(read(tmp_path / "b.json"))
+
+
 @pytest.mark.parametrize(
     "text", ["\n[{}]\n", " [\n{}\n]", "\ufeff[{}]", "\ufeff{}\n", "{}\r\n\r\n{}\r\n", "\ufeff \n[{}]"]
 )
