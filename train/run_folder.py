@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from accelerate.utils import broadcast_object_list
 
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.locks import LOCK, hold_folder
+from draftsmith.names import EMBEDDED
 from draftsmith.reading import dump_yaml, parse_json, parse_yaml, read_json, read_text
 from draftsmith.storage import clear_leftovers, is_leftover, write_json, write_text
 from draftsmith.train.checkpoint import read_state, stored_recipes
@@ -238,3 +240,20 @@ def is_finished(recipe: Recipe) -> bool:
 def finish(folder: Path, summary: dict[str, Any]) -> None:
     """Write the summary of a finished run."""
     write_json(folder / FINISHED, summary)
+
+
+def eval_command(recipe: Recipe) -> str:
+    """Return the command that measures the recipe's drafter, where needed with a place for held-out prompts."""
+    target, folder, prompts = recipe.target, Path(recipe.output), recipe.evaluation.prompts or "HELDOUT"
+    given = {
+        "--prompts": None if (target.model == EMBEDDED and prompts == "HELDOUT") or prompts == EMBEDDED else prompts,
+        "--dtype": None if target.dtype == "float32" else target.dtype,
+        "--attn-implementation": target.attn_implementation,
+        "--chat-template": recipe.data.chat_template,
+        "--out": str(folder / "eval"),
+    }
+    words = ["draftsmith", "eval", "--target", target.model, "--drafter", str(folder / DRAFTER)]
+    words += [word for option, value in given.items() if value is not None for word in (option, value)]
+    for name, value in recipe.data.template_options.items():
+        words += ["--template-option", f"{name}={json.dumps(value)}"]
+    return shlex.join([*words, *["--trust-remote-code"] * target.trust_remote_code])

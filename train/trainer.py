@@ -1,10 +1,8 @@
 """The training loop: teacher signals, unrolled drafter, agreement, one optimizer step; through accelerate."""
 
 import itertools
-import json
 import math
 import os
-import shlex
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -19,7 +17,6 @@ from draftsmith.decode.clock import PartClock
 from draftsmith.distill.cotraining import measure_quality
 from draftsmith.heads.model_config import context_limit, start_token
 from draftsmith.locks import hold_folder
-from draftsmith.names import EMBEDDED
 from draftsmith.train.batch import Batch, batch_indices, collate, response_tokens
 from draftsmith.train.bootstrap import compile_drafter, load_parts, make_engine, make_step, sequence_part
 from draftsmith.train.data import read_images, resample
@@ -37,6 +34,7 @@ from draftsmith.train.run_folder import (
     check_continuation,
     check_output,
     claimed_output,
+    eval_command,
     is_finished,
     read_metrics,
 )
@@ -75,23 +73,6 @@ def train(recipe: Recipe) -> Path:
     with claimed_output(recipe, accelerator):
         _run(recipe, accelerator, folder)
     return folder / DRAFTER
-
-
-def eval_command(recipe: Recipe) -> str:
-    """Return the command that measures the recipe's drafter, where needed with a place for held-out prompts."""
-    target, folder, prompts = recipe.target, Path(recipe.output), recipe.evaluation.prompts or "HELDOUT"
-    given = {
-        "--prompts": None if (target.model == EMBEDDED and prompts == "HELDOUT") or prompts == EMBEDDED else prompts,
-        "--dtype": None if target.dtype == "float32" else target.dtype,
-        "--attn-implementation": target.attn_implementation,
-        "--chat-template": recipe.data.chat_template,
-        "--out": str(folder / "eval"),
-    }
-    words = ["draftsmith", "eval", "--target", target.model, "--drafter", str(folder / DRAFTER)]
-    words += [word for option, value in given.items() if value is not None for word in (option, value)]
-    for name, value in recipe.data.template_options.items():
-        words += ["--template-option", f"{name}={json.dumps(value)}"]
-    return shlex.join([*words, *["--trust-remote-code"] * target.trust_remote_code])
 
 
 def _finish_again(recipe: Recipe, folder: Path) -> None:
