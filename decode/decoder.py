@@ -81,7 +81,7 @@ class SpeculativeDecoder:
         compile: compile the passes of the target and of the drafter's model with torch.compile when they first run, on
             CUDA as CUDA graphs. Later calls use the same graphs for batches of the same size and texts of similar
             length.
-        invariant: read every token after the prompt in passes of one shape, in which its logits do not depend on its
+        invariant: read every token after the prompt by passes of one shape, in which its logits do not depend on its
             place: greedy texts are then equal with and without a drafter bit by bit, in any dtype. Chains of one text
             at a time; ConfigError for a target whose logits differ nevertheless, which is measured once.
     """

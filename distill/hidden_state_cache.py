@@ -329,7 +329,7 @@ class CachedTeacher:
         return torch.cat([hidden_BTH if layer == FINAL else next(others) for layer in self._layers], -1)
 
     def _stored(self, rows: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """Return what is stored of `rows`, and begin to read those that are expected after them."""
+        """Return the stored tensors of `rows`, and begin to read those that are expected after them."""
         reading = self._ahead.pop(rows, None) or self._reader.submit(self._read, rows)
         if self._order and rows == self._order[0]:
             self._order.popleft()
@@ -338,7 +338,7 @@ class CachedTeacher:
         return reading.result()
 
     def _read(self, rows: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """Return what is stored; for a GPU in pinned memory, without which the host waits for the copy."""
+        """Return the stored tensors; for a GPU in pinned memory, without which the host waits for the copy."""
         stored = self._cache.read(rows)
         return tuple(part.pin_memory() for part in stored) if self.lm_head.weight.is_cuda else stored
 

@@ -56,7 +56,7 @@ class PairSettings:
     compile: bool = False
     """Compile the passes of the target and of the drafters; see `SpeculativeDecoder`."""
     invariant: bool = False
-    """Run the target in passes of one shape; see `SpeculativeDecoder`."""
+    """Run the target by passes of one shape; see `SpeculativeDecoder`."""
     chat_template: str | None = None
     """A file with a chat template, or the name of a shipped one, instead of the tokenizer's."""
     template_options: dict[str, Any] = field(default_factory=dict)

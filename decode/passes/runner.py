@@ -116,7 +116,7 @@ class ModelRunner:
         return self._branch(tokens_BQ, None, None, features_BQF)
 
     def lines(self, tokens_BQ: Tensor, width: int) -> Tensor:
-        """Return what `line` returns, from passes over at most `width` tokens."""
+        """Return the logits that `line` returns, from passes over at most `width` tokens."""
         logits, states, features = [], [], []
         for part_Bq in tokens_BQ.split(width, 1):
             logits.append(self.line(part_Bq))

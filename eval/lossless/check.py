@@ -66,7 +66,7 @@ class Check:
     arms: list[VariantCheck] = field(default_factory=list)
     finished: bool = False
     notes: list[str] = field(default_factory=list)
-    """What was not tested, and why."""
+    """The parts that were not tested, and the reasons."""
 
     @property
     def verdict(self) -> Verdict:

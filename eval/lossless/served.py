@@ -67,7 +67,7 @@ class ServedCheck:
     settings: CheckSettings
     limit: int | None
     notes: list[str] = field(default_factory=list)
-    """What was not tested, and why."""
+    """The parts that were not tested, and the reasons."""
 
     def arms(self) -> Iterator[VariantCheck]:
         """Yield the results of each kind of question."""

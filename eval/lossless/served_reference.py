@@ -1,4 +1,4 @@
-"""What a server's answers are compared with: the loaded target, or a server without speculation."""
+"""References for a server's answers: the loaded target, or a server without speculation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

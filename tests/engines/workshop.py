@@ -99,8 +99,8 @@ class Pair:
         if str(decode(own)).startswith(str(decode(answer))):
             return
         logits = self.loaded.model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
-        behind = logits.max(-1).values - logits.gather(-1, torch.tensor(answer)[:, None])[:, 0]
-        assert behind.max() <= TIE, f"token {behind.argmax()} of {answer}"
+        lacking = logits.max(-1).values - logits.gather(-1, torch.tensor(answer)[:, None])[:, 0]
+        assert lacking.max() <= TIE, f"token {lacking.argmax()} of {answer}"
 
 
 @dataclass

@@ -56,7 +56,7 @@ class PenaltyOfTheFirst(LogitsProcessor):
 
 
 class Server:
-    """What `ServedCheck` asks, in this process; `wrong` names what it does wrong."""
+    """The server that `ServedCheck` asks, in this process; `wrong` names what it does wrong."""
 
     def __init__(self, wrong: str = "", *, rule: str | None = None, texts: bool = False, seed: int = 0) -> None:
         self.chat = Chat(chat_tokenizer(), ends=frozenset([1]))
@@ -145,7 +145,7 @@ def test_lossless_servers_pass(rule: str, texts: bool, baseline: bool) -> None:
     ],
 )
 def test_wrong_servers_are_found(wrong: str, rule: str | None, found: str, baseline: bool) -> None:
-    """What is wrong, and nothing else; but other greedy texts reach the end of the context, too."""
+    """The faults, and nothing else; but other greedy texts reach the end of the context, too."""
     arms, _ = check(Server(wrong, rule=rule), baseline=baseline)
     lossy = {name for name, arm in arms.items() if arm.verdict == "lossy"}
     assert found in lossy
