@@ -81,7 +81,13 @@ class ServedRequest:
 def measure_servers(request: ServedRequest, settings: ForecastSettings, session: Session) -> CostModel:
     """Return the profile of the servers, with `*` for the drafter's seconds at the lengths that they draft."""
     sections = request.sections(settings)
-    checked = Settings(settings.target, {}, settings.prompts, max_new_tokens=settings.max_new_tokens)
+    checked = Settings(
+        settings.target,
+        {},
+        settings.prompts,
+        temperatures=settings.temperatures,
+        max_new_tokens=settings.max_new_tokens,
+    )
     chat = Chat(session.tokenizer, settings.chat_template, settings.template_options)
     limit = context_limit(session.target.config)
     for section in sections:

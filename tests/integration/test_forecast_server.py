@@ -82,6 +82,7 @@ def test_the_best_length_by_load_and_where_drafting_ends(folder: Path, capsys: p
         assert run(folder, "one", *sizes, *servers, "--save-profile", profile, "--write", plan) == 0
     lengths = {len(body["prompt"]) for body in plain.asked if body.get("ignore_eos")}
     assert lengths == {20}
+    assert all(body["temperature"] == 0 for body in plain.asked), "an engine that loses temperatures is timed at T=0"
     shown = " ".join(capsys.readouterr().out.split())
     written = json.loads(plan.read_text())
     assert written["vllm"]["num_speculative_tokens"] == 3
