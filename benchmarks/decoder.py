@@ -34,7 +34,7 @@ from draftsmith.eval.prompts import load_prompts
 from draftsmith.heads import DraftModel
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import first_layers
-from draftsmith.heads.ngram import Hybrid, PromptLookup
+from draftsmith.heads.retrieval import Hybrid, PromptLookup
 from draftsmith.provenance import environment
 
 COMPILED = "compiled"

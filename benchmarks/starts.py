@@ -19,7 +19,7 @@ from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import FirstBatch, TeacherSignals, TrainableDrafter
-from draftsmith.heads.draft_vocab import most_frequent
+from draftsmith.heads.lm_head import most_frequent
 from draftsmith.heads.start import fit_start, frequencies, input_sizes
 from draftsmith.train.recipe import load_recipe
 

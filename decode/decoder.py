@@ -41,8 +41,8 @@ from draftsmith.decode.turns import turn, turn_of_others
 from draftsmith.decode.verification import rule_named
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
+from draftsmith.heads.hidden_states import ProcessorInputs
 from draftsmith.heads.model_config import context_limit, eos_tokens, plain_model, rotary_switch, start_token, token_set
-from draftsmith.heads.processor_inputs import ProcessorInputs
 
 OnTokens = Callable[[list[int], Round | None], None]
 OnBatchTokens = Callable[[int, list[int], Round | None], None]

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria, StopStringCr
 
 from draftsmith.decode.policies.base import Policy
 from draftsmith.errors import ConfigError, reason_of
-from draftsmith.heads.processor_inputs import ProcessorInputs
+from draftsmith.heads.hidden_states import ProcessorInputs
 from draftsmith.metrics import acceptance_at, alpha, position_counts, tau
 
 

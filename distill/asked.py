@@ -11,7 +11,7 @@ from datasets import Dataset
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.messages import ASSISTANT, Message
 from draftsmith.distill.sources import Conversation
-from draftsmith.heads.processor_inputs import ProcessorInputs
+from draftsmith.heads.hidden_states import ProcessorInputs
 from draftsmith.provenance import fingerprint
 
 

@@ -19,7 +19,7 @@ from draftsmith.distill.images import as_parts, images_in, opened
 from draftsmith.distill.messages import ASSISTANT, Message, with_arguments
 from draftsmith.distill.sources import Conversation, mask_spans
 from draftsmith.errors import ConfigError, reason_of
-from draftsmith.heads.processor_inputs import ProcessorInputs, inputs_fingerprint
+from draftsmith.heads.hidden_states import ProcessorInputs, inputs_fingerprint
 from draftsmith.names import TEMPLATES
 from draftsmith.provenance import encoding_fingerprint, tokenizer_fingerprint
 from draftsmith.reading import read_text

@@ -22,7 +22,7 @@ from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.messages import ASSISTANT
 from draftsmith.distill.sources import Conversation, EmptyConversation, conversation, read_source, source_stamp
 from draftsmith.errors import ConfigError
-from draftsmith.heads.processor_inputs import inputs_fingerprint
+from draftsmith.heads.hidden_states import inputs_fingerprint
 from draftsmith.locks import hold_cache
 from draftsmith.names import EMBEDDED
 from draftsmith.provenance import fingerprint

@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import FINAL, TeacherSignals
 from draftsmith.heads.flat_rows import is_measured, read_flat, reading_rows
-from draftsmith.heads.hidden_states import Features, document_numbers, final_states
+from draftsmith.heads.hidden_states import Features, ProcessorInputs, document_numbers, final_states
 from draftsmith.heads.lm_head import logits_head
-from draftsmith.heads.processor_inputs import ProcessorInputs
 
 NEAR = 0.1
 """Limit of the difference of states between two kernels in 16 bits, relative to their norm, as a median over tokens: at

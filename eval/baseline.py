@@ -16,8 +16,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.eval.prompts import Prompt
 from draftsmith.eval.results import PlainSpeeds
+from draftsmith.heads.hidden_states import inputs_for
 from draftsmith.heads.model_config import context_limit
-from draftsmith.heads.processor_inputs import inputs_for
 
 PROBE_TOKENS = 24
 LARGE = 1_000_000_000

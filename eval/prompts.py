@@ -13,7 +13,7 @@ from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.messages import ASSISTANT
 from draftsmith.distill.sources import Conversation, question, read_source
 from draftsmith.errors import ConfigError
-from draftsmith.heads.processor_inputs import ProcessorInputs, inputs_fingerprint
+from draftsmith.heads.hidden_states import ProcessorInputs, inputs_fingerprint
 from draftsmith.names import EMBEDDED
 from draftsmith.provenance import fingerprint
 

@@ -25,7 +25,7 @@ from draftsmith.heads.autoregressive import AutoregressiveDrafter
 from draftsmith.heads.base import Drafter, DraftStates, TeacherSignals, TrainableDrafter
 from draftsmith.heads.dflash import DFlash
 from draftsmith.heads.model_config import context_limit, start_token
-from draftsmith.heads.ngram import Hybrid
+from draftsmith.heads.retrieval import Hybrid
 
 TOGETHER = 16
 """Texts that are decoded in one batch."""

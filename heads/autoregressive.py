@@ -34,10 +34,9 @@ from draftsmith.heads.base import (
     WantedChain,
     unread,
 )
-from draftsmith.heads.draft_vocab import DraftVocabulary
 from draftsmith.heads.hidden_states import require_layers
 from draftsmith.heads.layers import Attend, CachedAttention, Rope, ready, rotary, windows_of
-from draftsmith.heads.lm_head import logits_head, weight_of
+from draftsmith.heads.lm_head import DraftVocabulary, logits_head, weight_of
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.read_positions import ReadPositions
 from draftsmith.heads.rows import Rows

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.heads.draft_tree import Draft
-from draftsmith.heads.draft_vocab import DraftVocabulary
+from draftsmith.heads.lm_head import DraftVocabulary
 
 if TYPE_CHECKING:
-    from draftsmith.heads.sequence_part import SequencePart
+    from draftsmith.heads.read_positions import SequencePart
 
 # Shapes: B texts, T positions, S source positions, H target hidden size, F size of the target's features per position,
 # D drafter hidden size, n draft nodes, K draft positions, V vocabulary, E tokens whose probability is known.

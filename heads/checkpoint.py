@@ -29,7 +29,7 @@ from draftsmith.heads import HEADS
 from draftsmith.heads.base import FINAL, Drafter, TeacherSignals, TrainableDrafter
 from draftsmith.heads.configs import is_named, parse_named
 from draftsmith.heads.draft_model import DraftModel, EarlyExit
-from draftsmith.heads.draft_vocab import DraftVocabulary
+from draftsmith.heads.lm_head import DraftVocabulary
 from draftsmith.heads.lora import merged_state
 from draftsmith.heads.model_config import text_config
 from draftsmith.heads.untrusted import (
@@ -50,7 +50,7 @@ from draftsmith.storage import write_json
 def drafter_named(text: str, target: PreTrainedModel, load: Callable[[str], Drafter]) -> Drafter:
     """Return the drafter that `text` names; `load` reads the checkpoint of a hybrid."""
     # Imported here, like other drafters: training loads none of them.
-    from draftsmith.heads.ngram import Hybrid, PromptLookup, SuffixRetrieval
+    from draftsmith.heads.retrieval import Hybrid, PromptLookup, SuffixRetrieval
 
     name, values = parse_named(text)
     if name == "prompt-lookup":

@@ -28,10 +28,9 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import DraftNetwork, NetworkDrafter, NetworkOutput
 from draftsmith.heads.base import Context, DraftStates, FirstBatch, Level, TeacherSignals
 from draftsmith.heads.block_attention import AnchoredBlocks, CachedBlock, Windows
-from draftsmith.heads.draft_vocab import DraftVocabulary
 from draftsmith.heads.hidden_states import positions_like
 from draftsmith.heads.layers import Attend, Attention, Rope, layer_config, norm, turned
-from draftsmith.heads.lm_head import scaled_weight, weight_of
+from draftsmith.heads.lm_head import DraftVocabulary, scaled_weight, weight_of
 from draftsmith.heads.markov import Kind, MarkovBias
 from draftsmith.heads.model_config import text_config
 from draftsmith.heads.peagle import default_mask_token

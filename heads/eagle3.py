@@ -18,9 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import AutoregressiveDrafter, DraftNetwork, NetworkDrafter
 from draftsmith.heads.base import FirstBatch
-from draftsmith.heads.draft_vocab import DraftVocabulary
 from draftsmith.heads.layers import Attend, Attention, DecoderLayer, Rope, layer_config, norm
-from draftsmith.heads.lm_head import scaled_weight
+from draftsmith.heads.lm_head import DraftVocabulary, scaled_weight
 from draftsmith.heads.model_config import text_config
 from draftsmith.heads.start import final_states_of, silence, typical_sizes
 

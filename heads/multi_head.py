@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Context, DraftStates, Level, Needs, TeacherSignals, TrainableDrafter
-from draftsmith.heads.draft_vocab import DraftVocabulary
-from draftsmith.heads.lm_head import scaled_weight, weight_of
+from draftsmith.heads.lm_head import DraftVocabulary, scaled_weight, weight_of
 from draftsmith.heads.read_positions import ReadPositions
 
 # Shapes: B rows, H hidden size, V vocabulary, D draft vocabulary.

@@ -10,8 +10,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 
-from draftsmith.heads.hidden_states import document_numbers
-from draftsmith.heads.processor_inputs import ProcessorInputs
+from draftsmith.heads.hidden_states import ProcessorInputs, document_numbers
 
 # Shapes: B sequences, T positions, S positions of the source.
 

@@ -24,12 +24,10 @@ from draftsmith.distill.teacher import OnlineTeacher, measure_flat_rows, require
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS, TrainableDrafter
 from draftsmith.heads.base import Drafter
-from draftsmith.heads.blocks import compile_blocks, recompute_activations
 from draftsmith.heads.checkpoint import load_drafter
-from draftsmith.heads.draft_vocab import checked_size
-from draftsmith.heads.flat_rows import read_flat
+from draftsmith.heads.flat_rows import read_flat, recompute_activations
 from draftsmith.heads.hidden_states import layers_of
-from draftsmith.heads.lm_head import logits_map
+from draftsmith.heads.lm_head import checked_size, logits_map
 from draftsmith.heads.lora import check_lora
 from draftsmith.heads.model_config import start_token
 from draftsmith.locks import hold_cache
@@ -43,7 +41,7 @@ from draftsmith.train.recipe import Recipe
 from draftsmith.train.step import AgreementStep, CotrainStep, Teacher
 
 if TYPE_CHECKING:
-    from draftsmith.heads.sequence_part import SequencePart
+    from draftsmith.heads.read_positions import SequencePart
 
 COMPARED = 8
 """The first rows of the data, on which a quantized target is compared with the target itself."""
@@ -255,7 +253,7 @@ def sequence_part(context: RunContext) -> "SequencePart | None":
     count, accelerator = context.recipe.train.sequence_parallel, context.accelerator
     if count == 1:
         return None
-    from draftsmith.heads.sequence_part import SequencePart
+    from draftsmith.heads.read_positions import SequencePart
 
     shape = (accelerator.num_processes // count, count)
     mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("texts", "parts"))
@@ -366,10 +364,11 @@ def make_step(
 
 
 def compile_drafter(drafter: TrainableDrafter) -> None:
-    """Compile the drafter's blocks."""
+    """Compile each block of the drafter when it first runs, for any batch size and length."""
     if drafter.language_model is not None:
         read_flat(drafter.language_model, False)  # a flat row would be compiled for each combination of lengths
-    compile_blocks(drafter.trained_blocks())
+    for block in drafter.trained_blocks():
+        block.compile(dynamic=True)
 
 
 def make_engine(recipe: Recipe, accelerator: Accelerator, step: nn.Module, optimizers: Optimizers) -> Engine:

@@ -26,10 +26,9 @@ from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.distill.sources import question, read_source
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
-from draftsmith.heads.draft_vocab import most_frequent
-from draftsmith.heads.lm_head import weight_of
+from draftsmith.heads.hidden_states import ProcessorInputs, extended, inputs_for
+from draftsmith.heads.lm_head import most_frequent, weight_of
 from draftsmith.heads.model_config import context_limit, eos_tokens
-from draftsmith.heads.processor_inputs import ProcessorInputs, extended, inputs_for
 from draftsmith.names import EMBEDDED
 from draftsmith.provenance import fingerprint, fingerprint_of_numbers
 from draftsmith.train.batch import ReadImages

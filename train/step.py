@@ -18,7 +18,7 @@ from draftsmith.train.progress import PARTS
 from draftsmith.train.recipe_sections import CotrainSection
 
 if TYPE_CHECKING:
-    from draftsmith.heads.sequence_part import SequencePart
+    from draftsmith.heads.read_positions import SequencePart
 
 # Shapes: B sequences, T positions, K draft positions, H hidden size, N trained positions.
 

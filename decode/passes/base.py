@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.rollback import RollbackCache
 from draftsmith.heads.base import DraftedChain, WantedChain
-from draftsmith.heads.hidden_states import Watched, feature_modules
+from draftsmith.heads.hidden_states import ProcessorInputs, Watched, feature_modules
 from draftsmith.heads.model_config import NO_CONTEXT
-from draftsmith.heads.processor_inputs import ProcessorInputs
 from draftsmith.heads.rows import Counts, Rows
 
 HEAD = 0

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from draftsmith.decode.passes.attention import WITH_ROLLBACK, passes_of
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.errors import ConfigError, reason_of
+from draftsmith.heads.hidden_states import ProcessorInputs, extended, inputs_for
 from draftsmith.heads.model_config import text_config
-from draftsmith.heads.processor_inputs import ProcessorInputs, extended, inputs_for
 
 TOLERANCE = {torch.float64: 0.02, torch.float32: 0.02}
 HALF_TOLERANCE = 0.2

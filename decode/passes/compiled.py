@@ -11,7 +11,7 @@ from draftsmith.decode.passes.graphs import MOST_WIDTH, ChainInputs, PassInputs,
 from draftsmith.decode.passes.recurrent import RecurrentPasses
 from draftsmith.decode.sampling import precise
 from draftsmith.heads.base import DraftedChain, WantedChain
-from draftsmith.heads.processor_inputs import ProcessorInputs
+from draftsmith.heads.hidden_states import ProcessorInputs
 from draftsmith.heads.rows import Counts, Rows
 
 MOST_LAYERS = 32

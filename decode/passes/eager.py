@@ -16,9 +16,8 @@ from draftsmith.decode.passes.base import INVARIANT_SLOTS, INVARIANT_WIDTH, Outp
 from draftsmith.decode.passes.masks import Attention, chains_after
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import DraftedChain, WantedChain
-from draftsmith.heads.model_config import NO_CONTEXT, context_limit, is_compiled, rotary_switch, uncompiled
-from draftsmith.heads.processor_inputs import ProcessorInputs, prompt_positions
-from draftsmith.heads.query_scales import QueryScales
+from draftsmith.heads.hidden_states import ProcessorInputs, prompt_positions
+from draftsmith.heads.model_config import NO_CONTEXT, QueryScales, context_limit, is_compiled, rotary_switch, uncompiled
 from draftsmith.heads.rows import Counts, Rows, rows_of
 
 # Shapes: B rows, Q tokens fed to each, S slots of the cache, V vocabulary.

@@ -33,8 +33,7 @@ from draftsmith.decode.passes.masks import Attention
 from draftsmith.decode.sampling import index_at, precise
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.hidden_states import Watched
-from draftsmith.heads.model_config import STANCE, context_limit
-from draftsmith.heads.query_scales import QueryScales
+from draftsmith.heads.model_config import STANCE, QueryScales, context_limit
 
 FEWEST_SLOTS, MOST_WIDTH = 128, 128
 RECORDING = 3

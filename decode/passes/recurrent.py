@@ -9,8 +9,8 @@ from draftsmith.decode.cache.recurrent import LOCK, Mixer, mixers_of, replaced
 from draftsmith.decode.cache.rollback import RollbackCache
 from draftsmith.decode.passes.base import Output, Plan, Reading, Seen
 from draftsmith.decode.passes.eager import EagerPasses
+from draftsmith.heads.hidden_states import ProcessorInputs
 from draftsmith.heads.model_config import text_config
-from draftsmith.heads.processor_inputs import ProcessorInputs
 from draftsmith.heads.rows import Counts, Rows
 
 

@@ -18,7 +18,7 @@ from draftsmith.decode.passes.recurrent import RecurrentPasses
 from draftsmith.decode.passes.reread import RereadingPasses
 from draftsmith.heads.base import DraftedChain, Level, WantedChain
 from draftsmith.heads.draft_tree import Parents, chain_parents
-from draftsmith.heads.processor_inputs import ProcessorInputs
+from draftsmith.heads.hidden_states import ProcessorInputs
 from draftsmith.heads.rows import Counts, Rows
 
 # Shapes: B rows, Q tokens fed to each, R draft slots, H hidden size, V vocabulary.

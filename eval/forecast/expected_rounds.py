@@ -45,7 +45,7 @@ from draftsmith.decode.sequence import Round
 from draftsmith.errors import DraftsmithError
 from draftsmith.eval.teacher_forced import PositionStats, TargetText
 from draftsmith.heads.base import Drafter, SequenceState
-from draftsmith.heads.ngram import Hybrid, Retrieval
+from draftsmith.heads.retrieval import Hybrid, Retrieval
 from draftsmith.metrics import position_counts
 
 # Shapes: A anchors (committed tokens after which a round may begin), K draft positions.

@@ -26,7 +26,7 @@ from draftsmith.eval.teacher_forced import TargetText
 from draftsmith.heads.base import Context, Drafter, TrainableDrafter
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.model_config import context_limit
-from draftsmith.heads.ngram import Hybrid
+from draftsmith.heads.retrieval import Hybrid
 from draftsmith.provenance import model_fingerprint
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32)

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache.rollback import cache_name
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.eval.prompts import Prompt
+from draftsmith.heads.hidden_states import inputs_for, prompt_positions
 from draftsmith.heads.model_config import start_token
-from draftsmith.heads.processor_inputs import inputs_for, prompt_positions
 
 # Shapes: B texts after one prompt, T tokens of each, V vocabulary.
 

@@ -17,10 +17,9 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedMo
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.draft_vocab import DraftVocabulary
 from draftsmith.heads.formats.common import scales_embeddings
 from draftsmith.heads.layers import windows_of
-from draftsmith.heads.lm_head import weight_of
+from draftsmith.heads.lm_head import DraftVocabulary, weight_of
 
 # Shapes: H hidden size, V target vocabulary, D draft vocabulary, F features.
 

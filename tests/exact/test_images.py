@@ -17,7 +17,7 @@ from draftsmith.decode.target import TransformersTarget
 from draftsmith.heads import DraftModel
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.eagle3 import Eagle3
-from draftsmith.heads.processor_inputs import extended
+from draftsmith.heads.hidden_states import extended
 
 COUNT = 4
 IMAGE = VOCAB

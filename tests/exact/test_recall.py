@@ -12,8 +12,7 @@ from exact.toys import ToyDrafter, ToyModel, ToyTarget
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies import Chain, Policy
 from draftsmith.decode.sampling import Processors
-from draftsmith.heads.ngram_memory import NgramMemory
-from draftsmith.heads.recall import Recall
+from draftsmith.heads.recall import NgramMemory, Recall
 
 
 @pytest.mark.parametrize("policy", [Chain(2), DRAWN_TREES[0], CHOSEN_TREES[0], None], ids=str)

@@ -23,7 +23,7 @@ from draftsmith.eval.lossless.greedy import check_greedy
 from draftsmith.eval.lossless.sampling import check_sampling
 from draftsmith.eval.prompts import Prompt
 from draftsmith.heads import Medusa
-from draftsmith.heads.ngram import Hybrid, SuffixRetrieval
+from draftsmith.heads.retrieval import Hybrid, SuffixRetrieval
 
 pytestmark = pytest.mark.gpu
 NEW_TOKENS = 24

@@ -21,7 +21,7 @@ from draftsmith.decode.cache.rollback import cache_name
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.errors import ConfigError
 from draftsmith.heads import Drafter, DraftModel
-from draftsmith.heads.ngram import SuffixRetrieval
+from draftsmith.heads.retrieval import SuffixRetrieval
 
 START, EOS, NEW_TOKENS = 3, 1, 16
 IDS = torch.tensor([[5, 6, 7, 8, 9], [4, 3, 2, 0, 0], [11, 12, 13, 14, 0]])

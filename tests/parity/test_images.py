@@ -23,7 +23,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import FINAL
 from draftsmith.heads.draft_model import DraftModel, EarlyExit
-from draftsmith.heads.processor_inputs import extended
+from draftsmith.heads.hidden_states import extended
 
 NEW_TOKENS = 16
 SEED = {"gemma3": 3, "llava": 2}

@@ -13,7 +13,7 @@ from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS, unrolled_attention
-from draftsmith.heads.sequence_part import SequencePart
+from draftsmith.heads.read_positions import SequencePart
 from draftsmith.train.batch import Batch
 from draftsmith.train.bootstrap import check_target
 from draftsmith.train.recipe import parse_recipe

@@ -31,7 +31,7 @@ from draftsmith.distill.teacher import OnlineTeacher, TargetHead
 from draftsmith.errors import DraftsmithError
 from draftsmith.heads import TrainableDrafter
 from draftsmith.heads.base import TeacherSignals
-from draftsmith.heads.sequence_part import SequencePart
+from draftsmith.heads.read_positions import SequencePart
 from draftsmith.train.batch import Batch
 from draftsmith.train.bootstrap import check_target, make_step, new_drafter
 from draftsmith.train.recipe import Recipe

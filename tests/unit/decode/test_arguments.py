@@ -14,7 +14,7 @@ from draftsmith.decode.passes import graphs
 from draftsmith.errors import ConfigError
 from draftsmith.heads import DraftModel, Eagle3, Medusa
 from draftsmith.heads.model_config import eos_tokens
-from draftsmith.heads.ngram import Hybrid
+from draftsmith.heads.retrieval import Hybrid
 
 IDS = torch.tensor([[0, 0, 3, 5, 6], [3, 5, 6, 7, 8]])
 MASK = IDS != 0

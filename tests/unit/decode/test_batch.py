@@ -19,7 +19,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.medusa import Medusa
-from draftsmith.heads.ngram import Hybrid
+from draftsmith.heads.retrieval import Hybrid
 from draftsmith.heads.rows import Counts
 
 PROMPTS = [[5, 9, 33, 2], [7], [40, 41, 42, 43, 44, 45, 46, 47, 48], [3, 3, 3, 3, 3], [12, 50]]

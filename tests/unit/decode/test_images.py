@@ -14,7 +14,7 @@ from draftsmith import SpeculativeDecoder
 from draftsmith.decode.passes.attention import run_with
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.errors import ConfigError
-from draftsmith.heads.processor_inputs import extended, inputs_for, prompt_positions
+from draftsmith.heads.hidden_states import extended, inputs_for, prompt_positions
 
 ASKED = prompt("qwen3_vl", 0, [7, 8], [20])
 

@@ -24,7 +24,7 @@ from draftsmith.decode.passes import eager
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.draft_model import DraftModel
-from draftsmith.heads.ngram import Hybrid
+from draftsmith.heads.retrieval import Hybrid
 
 COSTS = Costs({1: 1.0, 4: 1.2, 16: 2.0}, {1: 0.1})
 PROMPTS = [[(7 * place + 13 * number) % 61 + 2 for place in range(5 + 15 * number)] for number in range(3)]

@@ -16,8 +16,8 @@ from draftsmith.decode.passes import graphs
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.heads import DraftModel
 from draftsmith.heads.base import Drafter
-from draftsmith.heads.ngram import Hybrid
 from draftsmith.heads.recall import Recall
+from draftsmith.heads.retrieval import Hybrid
 
 SETTINGS = {"max_new_tokens": 8, "eos_token_id": None}
 Alive = Callable[[], list[str]]

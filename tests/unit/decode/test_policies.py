@@ -37,7 +37,7 @@ from draftsmith.heads.base import Drafter, Level
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.medusa import Medusa
-from draftsmith.heads.ngram import Hybrid, SuffixRetrieval
+from draftsmith.heads.retrieval import Hybrid, SuffixRetrieval
 
 VOCAB = 6
 FLAT = Costs(verify={1: 1.0, 64: 1.0}, draft={1: 1e-6})

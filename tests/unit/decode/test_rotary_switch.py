@@ -12,7 +12,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads import DraftModel
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.model_config import rotary_switch
-from draftsmith.heads.ngram import SuffixRetrieval
+from draftsmith.heads.retrieval import SuffixRetrieval
 
 SWITCH, VOCAB, NEW_TOKENS = 24, 11, 30
 BEFORE, AFTER = [5, 6, 7, 8, 5, 6, 7], [3, 2, 9, 5] * 7

@@ -15,7 +15,7 @@ from draftsmith.eval.settings import Session
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel
-from draftsmith.heads.ngram import SuffixRetrieval
+from draftsmith.heads.retrieval import SuffixRetrieval
 
 OPTIONS = {"eagle3": {"layers": [1, 2]}, "draft_model": {"init": "target_layers", "keep": [0, 2]}, "medusa": {}}
 SETTINGS = {"max_new_tokens": 24, "eos_token_id": None, "seed": 3}

@@ -16,7 +16,7 @@ from draftsmith.eval import teacher_forced
 from draftsmith.eval.diagnostics import LEAST_Q, calibration_error, diagnose
 from draftsmith.heads import DraftModel, Medusa
 from draftsmith.heads.base import Drafter
-from draftsmith.heads.ngram import PromptLookup
+from draftsmith.heads.retrieval import PromptLookup
 
 TEXTS = [([5, 9, 12, 7, 30, 5, 9, 44, 3, 17], 3), ([3, 3, 8, 60, 61, 2], 1), ([9, 9], 1)]
 HEADS = 2

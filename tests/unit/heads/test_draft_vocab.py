@@ -6,7 +6,7 @@ from conftest import make_llama
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
-from draftsmith.heads.draft_vocab import DraftVocabulary, checked_size, most_frequent
+from draftsmith.heads.lm_head import DraftVocabulary, checked_size, most_frequent
 
 
 def test_offsets_mask_and_expansion() -> None:

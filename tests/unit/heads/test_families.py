@@ -21,7 +21,7 @@ from draftsmith.heads import HEADS
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.block_attention import Windows
 from draftsmith.heads.checkpoint import describe_target, save_drafter
-from draftsmith.heads.ngram import Hybrid, SuffixRetrieval
+from draftsmith.heads.retrieval import Hybrid, SuffixRetrieval
 
 EVEN = list(range(0, 64, 2))
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -15,9 +15,8 @@ from unit.heads.test_packing import LEAKING, PACKABLE, small
 
 from draftsmith.distill.teacher import OnlineTeacher, measure_flat_rows
 from draftsmith.heads.base import FINAL
-from draftsmith.heads.blocks import recompute_activations
 from draftsmith.heads.draft_model import DraftModel
-from draftsmith.heads.flat_rows import MULTIPLE, NAME, flat_rows, read_flat, reading_rows
+from draftsmith.heads.flat_rows import MULTIPLE, NAME, flat_rows, read_flat, reading_rows, recompute_activations
 from draftsmith.heads.hidden_states import document_numbers, final_states
 from draftsmith.train.bootstrap import compile_drafter
 from draftsmith.train.estimate.fake_run import Operations

@@ -30,7 +30,7 @@ from draftsmith.heads import HEADS, DraftModel
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import EarlyExit
 from draftsmith.heads.draft_tree import ROOT, Draft
-from draftsmith.heads.ngram import Hybrid, PromptLookup, SuffixRetrieval
+from draftsmith.heads.retrieval import Hybrid, PromptLookup, SuffixRetrieval
 
 PROMPTS = [[5, 9, 12, 7, 30, 5, 9], [3, 3, 8], [40, 2, 17, 21]]
 NEW, GAMMA = 14, 3

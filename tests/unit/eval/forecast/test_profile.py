@@ -16,7 +16,7 @@ from draftsmith.eval.forecast.profile import CostModel, DrafterSeconds, numbers,
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import EarlyExit
-from draftsmith.heads.ngram import Hybrid, SuffixRetrieval
+from draftsmith.heads.retrieval import Hybrid, SuffixRetrieval
 
 TEXTS, TIMINGS, TRIALS = 40, 6, 1000
 NOISE = 0.04

@@ -22,7 +22,7 @@ from draftsmith.eval.teacher_forced import TargetText
 from draftsmith.heads import HEADS, DraftModel
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import EarlyExit
-from draftsmith.heads.ngram import PromptLookup
+from draftsmith.heads.retrieval import PromptLookup
 
 EXPERTS, TOP = 32, 4
 PROMPTS = [[5, 9, 12, 7, 30, 5, 9], [3, 3, 8], [40, 2, 17, 21]]

@@ -13,7 +13,7 @@ from draftsmith import SpeculativeDecoder
 from draftsmith.eval.lossless.greedy import check_greedy, divergences, read
 from draftsmith.eval.prompts import Prompt
 from draftsmith.heads.draft_model import DraftModel
-from draftsmith.heads.processor_inputs import extended
+from draftsmith.heads.hidden_states import extended
 
 PROMPT = Prompt("p", "x", [5, 9, 33, 2])
 LENGTH = 16

@@ -1,10 +1,14 @@
-"""Drafters without training: their proposals, lossless decoding, and their names."""
+"""Drafters without training: their indexes against plain searches, lossless decoding, and their names."""
 
+import random
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import make_llama
+from safetensors.numpy import save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from draftsmith import SpeculativeDecoder, load_drafter, save_drafter
@@ -12,10 +16,60 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.checkpoint import describe_target
 from draftsmith.heads.draft_model import DraftModel, EarlyExit, first_layers
-from draftsmith.heads.ngram import Hybrid, NgramIndex, PromptLookup, Retrieval, SuffixIndex, SuffixRetrieval
-from draftsmith.heads.suffix import Datastore
+from draftsmith.heads.retrieval import (
+    SEPARATOR,
+    Datastore,
+    Hybrid,
+    NgramIndex,
+    PromptLookup,
+    Retrieval,
+    SuffixAutomaton,
+    SuffixRetrieval,
+)
 
 PROMPTS = [[5, 9, 33, 2, 5, 9, 33, 2, 5, 9], [7, 7, 8], [40]]
+
+
+def longest_repeated_end(text: list[int]) -> int:
+    """Length of the longest suffix that also ends earlier, by trying all."""
+    for length in range(len(text) - 1, 0, -1):
+        if any(text[end - length : end] == text[-length:] for end in range(length, len(text))):
+            return length
+    return 0
+
+
+@pytest.mark.parametrize("alphabet", [1, 2, 3, 8])
+def test_the_match_is_the_longest_one(alphabet: int) -> None:
+    draw = random.Random(alphabet)
+    for _ in range(60):
+        text = [draw.randrange(alphabet) for _ in range(draw.randrange(1, 40))]
+        automaton, read = SuffixAutomaton(), 0
+        while read < len(text):
+            chunk = text[read : read + draw.randrange(1, 5)]
+            automaton.extend(chunk)
+            read += len(chunk)
+            length, end = automaton.match()
+            assert length == longest_repeated_end(text[:read])
+            if length:
+                assert end < read
+                assert text[end - length : end] == text[read - length : read]
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "expected"),
+    [
+        ([1, 2, 3, 9, 1, 2], 3, (2, [3, 9, 1])),
+        ([1, 2, 3, 9, 1, 2], 9, (2, [3, 9, 1, 2, 3, 9, 1, 2, 3])),
+        ([4] * 5, 3, (4, [4, 4, 4])),
+        ([1, 2, 6, 1, 2, 7, 1, 2], 1, (2, [7])),  # of several ends the one that was matched last
+        ([1, 2, 3], 4, (0, [])),
+        ([], 4, (0, [])),
+    ],
+)
+def test_the_continuation_follows_the_match_and_repeats_past_the_end(
+    text: list[int], count: int, expected: tuple[int, list[int]]
+) -> None:
+    assert SuffixAutomaton(text).propose(count) == expected
 
 
 def test_the_ngram_index_finds_the_most_recent_earlier_occurrence() -> None:
@@ -29,11 +83,73 @@ def test_the_ngram_index_finds_the_most_recent_earlier_occurrence() -> None:
 
 
 def test_the_corpus_is_asked_for_longer_matches_than_the_text_has() -> None:
-    index = SuffixIndex(Datastore.build([[1, 2, 3, 50, 51], [9, 3, 60]]))
-    index.extend([3, 7, 9, 3])
-    assert index.propose(2) == (2, [60])
+    retrieval, index = SuffixRetrieval(datastore=Datastore.build([[1, 2, 3, 50, 51], [9, 3, 60]])), SuffixAutomaton()
+    text = [3, 7, 9, 3]
+    index.extend(text)
+    assert retrieval.found(index, text, 2) == (2, [60])
     index.extend([8, 9, 3])
-    assert index.propose(2) == (2, [8, 9]), "the text itself wins when its match is as long"
+    assert retrieval.found(index, [*text, 8, 9, 3], 2) == (2, [8, 9]), "the text itself wins with an equal match"
+
+
+def scan(documents: list[list[int]], context: list[int], count: int, longest: int) -> tuple[int, list[int]]:
+    """The same answer by looking at every place of every document."""
+    corpus = [token for document in documents for token in [*document, SEPARATOR]]
+    for length in range(min(longest, len(context)), 0, -1):
+        places = [i for i in range(len(corpus) - length) if corpus[i : i + length] == context[-length:]]
+        if not places:
+            continue
+        tokens: list[int] = []
+        while len(tokens) < count:
+            offset = length + len(tokens)
+            following = Counter(corpus[i + offset] for i in places if i + offset < len(corpus))
+            following.pop(SEPARATOR, None)
+            if not following:
+                break
+            token = min(following, key=lambda t: (-following[t], t))
+            tokens.append(token)
+            places = [i for i in places if i + offset < len(corpus) and corpus[i + offset] == token]
+        return (length, tokens) if tokens else (0, [])
+    return 0, []
+
+
+@pytest.mark.parametrize("alphabet", [2, 4, 30])
+def test_lookup_is_what_a_scan_finds(alphabet: int) -> None:
+    draw = random.Random(alphabet)
+    for _ in range(40):
+        documents = [[draw.randrange(alphabet) for _ in range(draw.randrange(30))] for _ in range(draw.randrange(1, 5))]
+        datastore = Datastore.build(documents)
+        for _ in range(5):
+            context = [draw.randrange(alphabet) for _ in range(draw.randrange(8))]
+            assert datastore.lookup(context, 4, max_match=5) == scan(documents, context, 4, 5)
+
+
+def test_short_matches_can_be_ignored_and_an_empty_corpus_has_none() -> None:
+    datastore = Datastore.build([[1, 2, 3, 4]])
+    assert datastore.lookup([9, 2, 3], 2) == (2, [4])
+    assert datastore.lookup([9, 2, 3], 2, min_match=3) == (0, [])
+    assert Datastore.build([]).lookup([1], 2) == (0, [])
+
+
+def test_saved_and_loaded_it_answers_the_same(tmp_path: Path) -> None:
+    datastore = Datastore.build([[1, 2, 3, 1, 2, 4], [1, 2, 4]])
+    datastore.save(tmp_path / "corpus.safetensors")
+    again = Datastore.load(tmp_path / "corpus.safetensors")
+    assert len(again) == len(datastore) == 11
+    assert again.lookup([1, 2], 3) == datastore.lookup([1, 2], 3) == (2, [4])
+
+
+def test_files_that_are_not_datastores_are_refused(tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.write_bytes(b"no tensors here")
+    foreign = tmp_path / "foreign.safetensors"
+    save_file({"tokens": np.zeros(3, np.int32)}, foreign)
+    for path, message in {
+        damaged: "cannot be read",
+        foreign: "is no datastore",
+        tmp_path / "absent": "cannot be read",
+    }.items():
+        with pytest.raises(ConfigError, match=f"datastore={path} {message}"):
+            Datastore.load(path)
 
 
 def untrained(target: LlamaForCausalLM) -> dict[str, Drafter]:
