@@ -249,7 +249,7 @@ DRAFTERS: dict[str, DrafterEntry] = {
         MedusaSection,
         "medusa.Medusa",
         card_name="set of Medusa heads",
-        exports={"vllm": "medusa.write_medusa_for_vllm", "medusa": "medusa.write_medusa", **CUSTOM_GENERATE},
+        exports={"vllm": "heads.write_medusa_for_vllm", **CUSTOM_GENERATE},
     ),
     "hydra": DrafterEntry(
         HydraSection,
@@ -265,14 +265,14 @@ DRAFTERS: dict[str, DrafterEntry] = {
         EagleSection,
         "eagle.Eagle",
         card_name="EAGLE-1 drafter",
-        exports={"sglang": "eagle.write_eagle1_for_sglang", "eagle": "eagle.write_eagle1", **CUSTOM_GENERATE},
+        exports={"sglang": "eagle.write_eagle1_for_sglang", **CUSTOM_GENERATE},
         rates=Rates(muon=1e-2, scaled=True),
     ),
     "hass": DrafterEntry(
         HassSection,
         "eagle.Hass",
         card_name="HASS drafter",
-        exports={"sglang": "eagle.write_eagle1_for_sglang", "eagle": "eagle.write_eagle1", **CUSTOM_GENERATE},
+        exports={"sglang": "eagle.write_eagle1_for_sglang", **CUSTOM_GENERATE},
         rates=Rates(muon=1e-2, scaled=True),
     ),
     "eagle3": DrafterEntry(
@@ -283,7 +283,6 @@ DRAFTERS: dict[str, DrafterEntry] = {
             "vllm": "speculators.write_eagle3_speculator",
             "sglang": "eagle.write_eagle3_for_sglang",
             "gguf": "llama_cpp.write_eagle3",
-            "eagle": "eagle.write_eagle3",
             **CUSTOM_GENERATE,
         },
     ),

@@ -21,7 +21,7 @@ def export(
         str,
         typer.Option(
             "--format",
-            help="vllm, sglang, gguf, transformers, native; a repository's own: eagle, medusa.",
+            help="vllm, sglang, gguf, transformers or native.",
         ),
     ],
     dtype: Annotated[
@@ -30,7 +30,7 @@ def export(
     revision: Annotated[str | None, typer.Option("--revision", help="Revision of the target on the Hub.")] = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
-    """Write a drafter in the format of vLLM, SGLang, llama.cpp, transformers or the original repositories."""
+    """Write a drafter in the format of vLLM, SGLang, llama.cpp or transformers."""
     from draftsmith.hub.export import ExportRequest, export_to, show_export
 
     request = ExportRequest(drafter, target, format, out, dtype, revision, trust_remote_code)

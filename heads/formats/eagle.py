@@ -1,9 +1,9 @@
 """EAGLE-1, HASS and EAGLE-3 in the layout of the EAGLE repository and SGLang: a flat Llama config, `midlayer`.
 
-The reader of EAGLE-3 also reads the layout of vLLM's speculators, including P-EAGLE.
+Files are written for SGLang. The reader of EAGLE-3 also reads the layout of vLLM's speculators, including P-EAGLE.
 """
 
-from typing import Any
+import re
 
 import torch
 
@@ -12,7 +12,6 @@ from draftsmith.heads.eagle3 import OPTIONS, Eagle3
 from draftsmith.heads.formats.common import Serving, Source, llama_fields, name_of, on_sglang
 from draftsmith.heads.formats.published import LAYER_IDS, POSITIVE, Published
 from draftsmith.heads.layers import windows_of
-from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.peagle import ParallelEagle
 
 # Shapes: H hidden size, F size of the features, V target vocabulary, D draft vocabulary.
@@ -87,44 +86,16 @@ def read_eagle1(published: Published) -> Eagle:
 OTHERS = "format=vllm or transformers"
 
 
-def write_eagle1(source: Source[Eagle]) -> Serving:
-    """Write EAGLE-1 for the EAGLE repository, with the target's embeddings: it loads these weights strictly."""
-    tensors = source.weights(source.drafter.body)
-    tensors["embed_tokens.weight"] = source.stored(weight_of(source.target.get_input_embeddings()))
-    source.write(_eagle1_config(source, "LlamaForCausalLM"), tensors)
-    notes = ["`bias` is written as true: it means that `fc` has a bias.", *_hass(source)]
-    return Serving("the EAGLE repository", _original(source, use_eagle3=False), "python", notes)
-
-
 def write_eagle1_for_sglang(source: Source[Eagle]) -> Serving:
-    """Write EAGLE-1 for SGLang, without embeddings, which it takes from the target."""
-    source.write(_eagle1_config(source, "LlamaForCausalLMEagle"), source.weights(source.drafter.body))
-    return on_sglang(source, _hass(source))
-
-
-def _eagle1_config(source: Source[Eagle], architecture: str) -> dict[str, Any]:
-    body = source.drafter.body.config
+    """Write EAGLE-1 or HASS for SGLang, without embeddings, which it takes from the target."""
     _require_plain_layers(source, "format=transformers")
     source.require_plain_embeddings("format=transformers")
-    dtype = name_of(source.dtype)
-    return llama_fields(body, architectures=[architecture], bias=True, dtype=dtype, torch_dtype=dtype)
-
-
-def _hass(source: Source[Eagle]) -> list[str]:
-    """Return the note for HASS."""
-    return ["HASS is EAGLE-1's network: the engine runs it as EAGLE."] if source.drafter.type == "hass" else []
-
-
-def write_eagle3(source: Source[Eagle3]) -> Serving:
-    """Write EAGLE-3 for the EAGLE repository, which reads the inputs of the target's layers 2, L/2 and L - 3 only."""
-    depth = source.text.num_hidden_layers
-    wanted, layers = (2, depth // 2, depth - 3), source.drafter.needs.layers
-    source.require(depth > 6, f"a target of {depth} layers", f"more than 6, or {OTHERS}")  # otherwise they coincide
-    source.require(layers == wanted, f"features of layers {list(layers)}", f"{list(wanted)}, or {OTHERS}")
-    for option in OPTIONS:
-        source.require(not source.drafter.options().get(option), f"{option}=True", f"false, or {OTHERS}")
-    _write_midlayer(source)
-    return Serving("the EAGLE repository", _original(source, use_eagle3=True), "python", _eagle3_notes(source))
+    body, dtype = source.drafter.body, name_of(source.dtype)
+    architectures = ["LlamaForCausalLMEagle"]
+    config = llama_fields(body.config, architectures=architectures, bias=True, dtype=dtype, torch_dtype=dtype)
+    source.write(config, source.weights(body))
+    hass = ["HASS is EAGLE-1's network: the engine runs it as EAGLE."] if source.drafter.type == "hass" else []
+    return on_sglang(source, hass)
 
 
 def write_eagle3_for_sglang(source: Source[Eagle3]) -> Serving:
@@ -163,16 +134,8 @@ def _write_midlayer(source: Source[Eagle3]) -> None:
         dtype=dtype,
         torch_dtype=dtype,
     )
-    rename = {"layers.0.": "midlayer.", "vocabulary.": ""}
-    source.write(config, source.weights(body, lambda name: _renamed(name, rename)))
-
-
-def _renamed(name: str, prefixes: dict[str, str]) -> str:
-    """Return the name with its prefix replaced."""
-    for ours, theirs in prefixes.items():
-        if name.startswith(ours):
-            return theirs + name.removeprefix(ours)
-    return name
+    own = re.compile(r"^layers\.0\.")
+    source.write(config, source.weights(body, lambda name: own.sub("midlayer.", name).removeprefix("vocabulary.")))
 
 
 def _require_plain_layers(source: Source[Eagle] | Source[Eagle3], otherwise: str) -> None:
@@ -195,12 +158,3 @@ def _eagle3_notes(source: Source[Eagle3]) -> list[str]:
     if source.drafter.draft_vocabulary is not None:
         notes.append("`d2t` holds offsets (token = row + d2t[row]), `t2d` is a mask of tokens.")
     return notes
-
-
-def _original(source: Source[Any], *, use_eagle3: bool) -> str:
-    """Return the code that loads the export in the EAGLE repository."""
-    return (
-        "from eagle.model.ea_model import EaModel\n\n"
-        f'model = EaModel.from_pretrained(base_model_path="{source.target_name}", ea_model_path="{{folder}}",\n'
-        f"                                use_eagle3={use_eagle3})"
-    )

@@ -126,7 +126,7 @@ from pathlib import Path
 import draftsmith
 from draftsmith.heads import HEADS, Bigram
 from draftsmith.heads.configs import DRAFTERS
-from draftsmith.heads.formats.registry import LAYOUTS
+from draftsmith.heads.formats.published import LAYOUTS
 from draftsmith.train.recipe import Recipe, parse_recipe
 from draftsmith.train.schedules import SCHEDULES
 

@@ -34,9 +34,9 @@ from draftsmith.train.run_folder import read_metrics
 QUICK = ("evaluation.count=2", "evaluation.max_new_tokens=4", "train.evaluate_every=30", "train.draft_length=2")
 BLOCK = "layers: [1], block_size: 4, num_hidden_layers: 1, anchors: 8"
 CONTINUED: dict[str, tuple[str, tuple[str, ...]]] = {
-    "medusa": ("{type: medusa, num_heads: 2}", ("vllm", "medusa")),
-    "eagle, hass": ("{type: eagle, train_steps: 2}", ("eagle", "sglang")),
-    "eagle3": ("{type: eagle3, train_steps: 2}", ("vllm", "sglang", "eagle")),
+    "medusa": ("{type: medusa, num_heads: 2}", ("vllm",)),
+    "eagle, hass": ("{type: eagle, train_steps: 2}", ("sglang",)),
+    "eagle3": ("{type: eagle3, train_steps: 2}", ("vllm", "sglang")),
     "peagle": ("{type: peagle, layers: [1], num_tokens: 3}", ("vllm",)),
     "dflash": (f"{{type: dflash, {BLOCK}}}", ("vllm", "sglang")),
     "dspark": (

@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 from draftsmith import load_drafter
 from draftsmith.heads import HEADS as TYPES
 from draftsmith.heads.base import TrainableDrafter
-from draftsmith.heads.formats.registry import LAYOUTS
+from draftsmith.heads.formats.published import LAYOUTS
 from draftsmith.hub.export import Exported, export_drafter
 
 
@@ -57,8 +57,7 @@ WRITTEN: dict[str, tuple[str, dict[str, Any], str]] = {
     "eagle3, norm before fc, vllm": ("eagle3", {"norm_before_fc": True, "num_hidden_layers": 2}, "vllm"),
     "eagle3, sglang": ("eagle3", {"layers": [1, 4, 7]}, "sglang"),
     "eagle3 of 8 tokens, sglang": ("eagle3", {"draft_vocabulary": KEPT, "fc_norm": True}, "sglang"),
-    "eagle3, eagle": ("eagle3", {"draft_vocabulary": KEPT}, "eagle"),
-    "eagle, eagle": ("eagle", {}, "eagle"),
+    "eagle, sglang": ("eagle", {}, "sglang"),
     "hass, sglang": ("hass", {}, "sglang"),
     "peagle, vllm": ("peagle", {"num_tokens": 3, "mask_token": 17, "draft_vocabulary": KEPT}, "vllm"),
     "dflash, vllm": ("dflash", BLOCK, "vllm"),
@@ -75,7 +74,6 @@ WRITTEN: dict[str, tuple[str, dict[str, Any], str]] = {
         {"num_layers": 2, "draft_vocabulary": KEPT, "shared_lm_head": True},
         "vllm",
     ),
-    "medusa, medusa": ("medusa", {}, "medusa"),
 }
 """Drafters made here; test_round_trips.py has the names, shapes and keys of files that other projects wrote."""
 CLASSES = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel", "dflash": "DFlashDraftModel"}
@@ -90,7 +88,7 @@ def test_a_written_drafter_is_read_as_it_was(name: str, tmp_path: Path, target: 
     drafter = made(kind, target, **options)
     out = exported(drafter, target, format, tmp_path / "out").folder
     (file,) = out.glob("*.safetensors")
-    assert file.name == ("medusa_lm_head.safetensors" if format == "medusa" else "model.safetensors")
+    assert file.name == "model.safetensors"
     assert all(value.dtype == INTEGERS.get(part, torch.float32) for part, value in load_file(file).items())
     config = json.loads((out / "config.json").read_text())
     assert "draftsmith" not in config
@@ -129,8 +127,7 @@ def test_offsets_masks_and_maps(tmp_path: Path, target: LlamaForCausalLM) -> Non
 
 def test_every_layout_is_tested() -> None:
     """A line in LAYOUTS is a line in the table; draft models and the formats below have tests of their own."""
-    tested = {(format, kind) for kind, _, format in WRITTEN.values()} | {("eagle", "hass"), ("sglang", "eagle")}
-    tested |= {("sglang", "dflash")}  # in test_round_trips.py
+    tested = {(format, kind) for kind, _, format in WRITTEN.values()} | {("sglang", "dflash")}  # test_round_trips.py
     listed = {(format, kind) for format, layout in LAYOUTS.items() for kind in layout if kind != "draft_model"}
     assert {pair for pair in listed if pair[0] not in ("transformers", "gguf", "native")} == tested
     assert set(LAYOUTS["transformers"]) == set(TYPES)
@@ -191,13 +188,13 @@ def test_the_readme_says_how_to_start_it(tmp_path: Path, target: LlamaForCausalL
     assert not sglang.adapted
 
 
-@pytest.mark.parametrize("format", ["vllm", "sglang", "transformers", "eagle"])
+@pytest.mark.parametrize("format", ["vllm", "sglang", "transformers"])
 def test_the_command_names_a_folder_with_spaces_and_quotes(
     format: str, tmp_path: Path, target: LlamaForCausalLM
 ) -> None:
     drafter = made("eagle3", target)
     out = exported(drafter, target, format, tmp_path / """it's "one" of 2""")
-    if format in ("eagle", "transformers"):
+    if format == "transformers":
         constants = [part.value for part in ast.walk(ast.parse(out.usage)) if isinstance(part, ast.Constant)]
         assert str(out.folder) in constants
     else:

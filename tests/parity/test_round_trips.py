@@ -248,21 +248,16 @@ LAYOUTS: list[tuple[Callable[[LlamaForCausalLM], Folder], str]] = [
     (speculators_dspark, "vllm"),
     (sglang_eagle3, "sglang"),
     (sglang_eagle31, "sglang"),
-    (eagle3_of_the_repository, "eagle"),
     (zlab_dflash, "sglang"),
     (deepspec_dflash, "sglang"),
     (deepspec_dspark, "sglang"),
     (deepspec_gated_dspark, "sglang"),
     (deepspec_recurrent_dspark, "sglang"),
-    (eagle1, "eagle"),
     (medusa_of_vllm, "vllm"),
-    (medusa_of_the_original, "medusa"),
     (plain_llama, "transformers"),
     (plain_llama, "vllm"),
 ]
 SHARED = ("embed_tokens", "lm_head")
-DEEP = (eagle3_of_the_repository,)
-"""Layouts without layer ids, which `export` writes for a target of more than six layers: others have two alike."""
 
 
 def ours(folder: Folder, target: LlamaForCausalLM, tmp_path: Path) -> TrainableDrafter:
@@ -282,7 +277,6 @@ def test_files_come_back(
     layout: Callable[[LlamaForCausalLM], Folder], format: str, tmp_path: Path, target: LlamaForCausalLM
 ) -> None:
     """Every tensor bit for bit, and every key of the config that describes the drafter."""
-    target = six_layers(8) if layout in DEEP else target
     config, tensors = layout(target)
     drafter = ours((config, tensors), target, tmp_path)
     out = export_drafter(drafter, target, format, tmp_path / "again", target_name="org/target").folder
@@ -308,6 +302,7 @@ CONVERSIONS: list[tuple[Callable[[LlamaForCausalLM], Folder], str]] = [
     (sglang_eagle3, "vllm"),  # ids count from 1, norm_before_residual is written
     (angelslim_eagle3, "sglang"),  # another class
     (angelslim_dflash, "sglang"),
+    (eagle3_of_the_repository, "sglang"),  # the ids that are missing there are written
     (speculators_peagle, "transformers"),
     (speculators_mtp, "transformers"),  # the halves of input_proj change places
     (speculators_eagle3, "sglang"),
@@ -386,15 +381,9 @@ def test_what_sglangs_dflash_cannot_hold_is_refused(name: str, tmp_path: Path, t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sglangs_command_counts_the_anchor(tmp_path: Path, target: LlamaForCausalLM) -> None:
-    drafter = ours(zlab_dflash(target), target, tmp_path)
-    result = export_drafter(drafter, target, "sglang", tmp_path / "out", target_name="org/target")
-    assert "--speculative-algorithm DFLASH" in result.usage
-    assert "--speculative-num-draft-tokens 4" in result.usage
-
-
-def test_sglangs_command_for_dspark_names_the_size_of_a_block(tmp_path: Path, target: LlamaForCausalLM) -> None:
-    drafter = ours(deepspec_dspark(target), target, tmp_path)
-    result = export_drafter(drafter, target, "sglang", tmp_path / "out", target_name="org/target")
-    assert "--speculative-algorithm DSPARK" in result.usage
-    assert "--speculative-dspark-block-size 4" in result.usage
+def test_sglangs_commands_name_the_size_of_a_block(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    for layout, words in ((zlab_dflash, "DFLASH num-draft-tokens"), (deepspec_dspark, "DSPARK dspark-block-size")):
+        drafter, (algorithm, size) = ours(layout(target), target, tmp_path / words), words.split()
+        usage = export_drafter(drafter, target, "sglang", tmp_path / algorithm, target_name="org/target").usage
+        assert f"--speculative-algorithm {algorithm}" in usage
+        assert f"--speculative-{size} 4" in usage

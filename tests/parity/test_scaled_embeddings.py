@@ -64,7 +64,6 @@ def test_files_of_engines_with_plain_embeddings_are_refused(
     [
         ("dflash", "vllm", {}),
         ("dflash", "sglang", {"sample_from_anchor": True}),
-        ("eagle", "eagle", {}),
         ("hass", "sglang", {}),
     ],
 )
