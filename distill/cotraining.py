@@ -24,7 +24,7 @@ from draftsmith.distill.objective import Part, summed_loss
 from draftsmith.errors import ConfigError
 from draftsmith.heads.hidden_states import final_states
 from draftsmith.heads.lm_head import logits_head
-from draftsmith.heads.lora import add_lora, without_lora
+from draftsmith.heads.lora import ALPHA, add_lora, without_lora
 from draftsmith.provenance import fingerprint, model_fingerprints
 from draftsmith.reading import read_json
 from draftsmith.storage import write_json
@@ -47,17 +47,16 @@ class Adapters:
 
     model: PreTrainedModel
     rank: int
-    alpha: float
     modules: list[str] | None
 
     @classmethod
-    def on(cls, model: PreTrainedModel, *, rank: int, alpha: float, modules: list[str] | None) -> "Adapters":
+    def on(cls, model: PreTrainedModel, *, rank: int, modules: list[str] | None) -> "Adapters":
         """Add float32 adapters to `model`, whose other weights stay frozen."""
-        add_lora(model, rank=rank, alpha=alpha, modules=modules)
+        add_lora(model, rank=rank, modules=modules)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
-        return cls(model, rank, alpha, modules)
+        return cls(model, rank, modules)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -75,8 +74,9 @@ class Adapters:
         """Save a peft adapter of `base`, which `load_target` and peft can load, and the adapted target's `quality`."""
         folder.mkdir(parents=True, exist_ok=True)
         suffixes = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in self.parameters})
-        config = LoraConfig(r=self.rank, target_modules=suffixes, task_type="CAUSAL_LM", inference_mode=True)
-        config.lora_alpha = self.alpha  # pyright: ignore[reportAttributeAccessIssue]  # peft divides it by r, as a float
+        config = LoraConfig(
+            r=self.rank, lora_alpha=ALPHA, target_modules=suffixes, task_type="CAUSAL_LM", inference_mode=True
+        )
         config.base_model_name_or_path = base
         config.save_pretrained(str(folder))
         save_file(self.tensors(), folder / WEIGHTS, metadata={"format": "pt"})

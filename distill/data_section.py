@@ -53,8 +53,6 @@ class DataSection(Section):
     """Variables for the chat template, such as enable_thinking."""
     images: str | None = None
     """Folder of the images that messages name; needed for rows with images. A change inside it reads the rows again."""
-    deduplicate: bool = True
-    """Leave out samples that repeat an earlier one of the file."""
     exclude_rows: list[Annotated[Whole, Field(ge=0)]] = Field(default_factory=list)
     """Rows to leave out of training and validation, by their number in failed_batch.json, such as one for which the
     target's states are not finite; may be changed when a run continues."""
@@ -62,9 +60,8 @@ class DataSection(Section):
     """Keep the samples of this many prompts out of training, and compute the mean objective over them at every
     evaluation."""
     pack: bool = False
-    """Pack several samples into one row of data.pack_tokens, to reduce padding; attention stays within a sample."""
-    pack_tokens: Count | None = None
-    """Length of packed rows; by default data.prompt_tokens + data.response_tokens."""
+    """Pack several samples into one row of data.prompt_tokens + data.response_tokens, to reduce padding; attention
+    stays within a sample."""
 
     @property
     def answered(self) -> bool:

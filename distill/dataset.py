@@ -80,7 +80,7 @@ def read_examples(
     stamp = source_stamp(data.prompts, data.subset, data.split)
     if data.images is not None:
         stamp = [stamp, source_stamp(data.images), str(chat.processor)]
-    limits = data.model_dump(include={"prompts", "count", "prompt_tokens", "response_tokens", "deduplicate"})
+    limits = data.model_dump(include={"prompts", "count", "prompt_tokens", "response_tokens"})
     limits |= {"answered": data.answered, "every_turn": data.every_turn}
     key = fingerprint([VERSION, stamp, chat.key(), limits, context])
     folder = cache_dir() / "examples" / key
@@ -144,7 +144,7 @@ def _examples(chat: Chat, data: DataSection, context: int | None, counts: Counts
             counts.leave_out("have no trained token")
         for sample in samples:
             reason = _too_long(sample, data, context)
-            if reason is None and data.deduplicate:
+            if reason is None:
                 seen_images = json.loads(images)["content"] if images else None
                 turns = dialogue.turns if data.every_turn else None
                 twin = fingerprint([sample.input_ids, turns, seen_images])

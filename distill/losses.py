@@ -30,16 +30,16 @@ def reverse_kl(p_log_ND: Tensor, q_log_ND: Tensor) -> Tensor:
     return (q_log_ND.exp() * (q_log_ND - p_log_ND)).sum(-1)
 
 
-def jensen_shannon(p_log_ND: Tensor, q_log_ND: Tensor, beta: float = 0.5) -> Tensor:
-    """Return beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q, per token [N].
+def jensen_shannon(p_log_ND: Tensor, q_log_ND: Tensor) -> Tensor:
+    """Return (KL(p || m) + KL(q || m)) / 2, m = (p + q) / 2, per token [N] (GKD: arXiv:2306.13649, eq. 4).
 
-    GKD: arXiv:2306.13649, eq. 4. Outside the drafter's vocabulary q = 0, so that m = beta p.
+    Outside the drafter's vocabulary q = 0, so that m = p / 2.
     """
     p_ND, q_ND = p_log_ND.exp(), q_log_ND.exp()
-    m_log_ND = (beta * p_ND + (1 - beta) * q_ND).clamp_min(_tiny(p_ND)).log()
-    outside_N = (1 - p_ND.sum(-1)).clamp_min(0) * -math.log(beta)
+    m_log_ND = (0.5 * p_ND + 0.5 * q_ND).clamp_min(_tiny(p_ND)).log()
+    outside_N = (1 - p_ND.sum(-1)).clamp_min(0) * math.log(2)
     inside_N = (p_ND * (p_log_ND - m_log_ND)).sum(-1) + outside_N
-    return beta * inside_N + (1 - beta) * (q_ND * (q_log_ND - m_log_ND)).sum(-1)
+    return 0.5 * inside_N + 0.5 * (q_ND * (q_log_ND - m_log_ND)).sum(-1)
 
 
 def overlap(p_log_ND: Tensor, q_log_ND: Tensor) -> Tensor:
@@ -90,13 +90,15 @@ class LossInputs(NamedTuple):
     """The text's next token as such a row."""
     alpha: float
     """Mean overlap at this draft position in the last step."""
-    beta: float = 0.5
-    eta: float = 3.0
+
+
+ETA = 3.0
+"""How fast the weight of `lk_lambda` moves from KL to total variation as alpha rises."""
 
 
 def lk_lambda(of: LossInputs) -> Tensor:
-    """Return lambda KL + (1 - lambda) TV, lambda = exp(-eta alpha), per token [N] (LK losses: arXiv:2602.23881)."""
-    share = math.exp(-of.eta * of.alpha)
+    """Return lambda KL + (1 - lambda) TV, lambda = exp(-ETA alpha), per token [N] (LK losses: arXiv:2602.23881)."""
+    share = math.exp(-ETA * of.alpha)
     kl_N, tv_N = forward_kl(of.p_log_NE, of.q_log_NE), total_variation(of.p_log_NE, of.q_log_NE)
     return share * kl_N + (1 - share) * tv_N
 
@@ -117,7 +119,7 @@ ACCEPTED_LENGTH = "accepted_length"
 LOSSES: dict[str, Callable[[LossInputs], Tensor]] = {
     "kl": lambda of: forward_kl(of.p_log_NE, of.q_log_NE),
     "reverse_kl": lambda of: reverse_kl(of.p_log_NE, of.q_log_NE),
-    "js": lambda of: jensen_shannon(of.p_log_NE, of.q_log_NE, of.beta),
+    "js": lambda of: jensen_shannon(of.p_log_NE, of.q_log_NE),
     "tv": lambda of: total_variation(of.p_log_NE, of.q_log_NE),
     "lk_alpha": lambda of: lk_alpha(of.p_log_NE, of.q_log_NE),
     "ce": lambda of: cross_entropy(of.argmax_N, of.q_log_ND),

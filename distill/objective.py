@@ -144,10 +144,6 @@ class Objective:
     position_decay: float = 0.8
     position_weights: tuple[float, ...] = ()
     """Weight of each draft position; if empty, position k has weight position_decay ** k."""
-    beta: float = 0.5
-    """Weight of p in the mixture of `js`."""
-    eta: float = 3.0
-    """Decay of the KL term with alpha in `lk_lambda`."""
     draft_length: int = 4
     """For accepted_length and D-PACE: draft positions of drafters whose states serve every depth."""
     dpace: float | None = None
@@ -323,7 +319,7 @@ class Objective:
     def _terms(self, rows: Rows, target_argmax_N: Tensor, label_rows_N: Tensor, last_alpha: float) -> Tensor:
         """Return the weighted terms [N]."""
         total_N = rows.q_log_ND.new_zeros(rows.q_log_ND.shape[0])
-        inputs = LossInputs(*rows, target_argmax_N, label_rows_N, last_alpha, self.beta, self.eta)
+        inputs = LossInputs(*rows, target_argmax_N, label_rows_N, last_alpha)
         for kind, weight in self.terms.items():
             total_N = total_N + weight * LOSSES[kind](inputs)
         return total_N

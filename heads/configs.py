@@ -51,8 +51,6 @@ class DraftModelSection(DrafterSection):
     """Layers of the target to copy: evenly spaced, the first, the last, or a list, counted from 0."""
     lora_rank: Count | None = None
     """Train only LoRA adapters of this rank; they are merged when the draft model is saved."""
-    lora_alpha: Annotated[Number, Field(gt=0)] = 16
-    """Scale of the adapters: alpha / rank."""
 
     @property
     def start(self) -> Start:

@@ -76,7 +76,6 @@ class DraftModel(TrainableDrafter):
         init: Literal["random", "target_layers"] = "random",
         keep: Literal["even", "first", "last"] | list[int] = "even",
         lora_rank: int | None = None,
-        lora_alpha: float = 16,
     ) -> Self:
         """Return a small model with the target's vocabulary: a checkpoint, any config, or the target's architecture.
 
@@ -102,7 +101,7 @@ class DraftModel(TrainableDrafter):
             draft = _of_target(target, num_hidden_layers, widths, init, keep)
         if lora_rank is not None:
             check_lora(draft, "drafter", rank=lora_rank)
-            add_lora(draft, rank=lora_rank, alpha=lora_alpha)
+            add_lora(draft, rank=lora_rank)
         return cls(draft)
 
     @classmethod
@@ -124,7 +123,7 @@ class DraftModel(TrainableDrafter):
 
     def train_further(self, **options: Any) -> None:
         if options.get("lora_rank") is not None:
-            add_lora(self.model, rank=options["lora_rank"], alpha=options["lora_alpha"])
+            add_lora(self.model, rank=options["lora_rank"])
 
     def trained_blocks(self) -> list[nn.Module]:
         return layers_of(self.model)

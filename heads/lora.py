@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -16,6 +15,8 @@ from transformers.pytorch_utils import Conv1D
 from draftsmith.errors import ConfigError
 from draftsmith.heads.lm_head import weight_of
 
+ALPHA = 16
+"""Scale of adapters: alpha / rank."""
 EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "shared_expert_gate")
 """Last parts of names of layers that get no adapters in a model with fused experts.
 
@@ -23,16 +24,14 @@ peft takes all but the last one for the experts; that one has a single output, l
 """
 
 
-def add_lora(model: nn.Module, *, rank: int, alpha: float, modules: list[str] | None = None) -> None:
+def add_lora(model: nn.Module, *, rank: int, modules: list[str] | None = None) -> None:
     """Insert adapters into linear layers and freeze all other weights. The adapters start with no effect.
 
     Args:
         modules: last parts of the layers' names; by default every linear layer except the lm_head and `EXPERTS`.
     """
-    # peft accepts fractional values of alpha, though it annotates them as int.
-    config = LoraConfig(
-        r=rank, lora_alpha=cast(int, alpha), target_modules=modules or list(_linear(model)), init_lora_weights=True
-    )
+    targets = modules or list(_linear(model))
+    config = LoraConfig(r=rank, lora_alpha=ALPHA, target_modules=targets, init_lora_weights=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # from peft's use of transformers
         inject_adapter_in_model(config, model)

@@ -22,13 +22,13 @@ def random_signals(generator: torch.Generator) -> TeacherSignals:
 def plain_loss(kind: str, p_logits: Tensor, q_logits: Tensor, k: int = 0, label: int | None = None) -> Tensor:
     """Return the loss of one row by the formula of the paper."""
     p, q = p_logits.softmax(-1), q_logits.softmax(-1)
-    m = 0.3 * p + 0.7 * q
+    m = (p + q) / 2
     kl, tv = (p * (p.log() - q.log())).sum(), (p - q).abs().sum() / 2
     share = math.exp(-ETA * LAST_ALPHA[k])
     return {
         "kl": kl,
         "reverse_kl": (q * (q.log() - p.log())).sum(),
-        "js": 0.3 * (p * (p / m).log()).sum() + 0.7 * (q * (q / m).log()).sum(),
+        "js": (p * (p / m).log()).sum() / 2 + (q * (q / m).log()).sum() / 2,
         "tv": tv,
         "lk_alpha": -torch.minimum(p, q).sum().log(),
         "ce": -q.log()[p.argmax()],

@@ -343,19 +343,17 @@ def make_step(
     objective = Objective(**recipe.objective_options(recipe.draft_length(drafter.max_draft_length)))
     if settings.activation_checkpointing:
         recompute_activations(drafter.trained_blocks())
-    beside = settings.adamw_learning_rate
     trained = Trained.of(
         drafter,
         sizes=sizes or {},
         weight_decay=settings.weight_decay,
         dtype=torch.bfloat16 if precision(recipe) == "bf16" else torch.float32,
-        adamw_ratio=1.0 if beside is None else beside / (settings.learning_rate or beside),
     )
     optimizers = OPTIMIZERS[settings.optimizer](trained)
     if cotrain is None:
         return TrainedStep(AgreementStep(drafter, objective, teacher, part=part, clock=clock), optimizers, None)
     torch.manual_seed(settings.seed)
-    adapters = Adapters.on(target, rank=cotrain.lora_rank, alpha=cotrain.lora_alpha, modules=cotrain.modules)
+    adapters = Adapters.on(target, rank=cotrain.lora_rank, modules=cotrain.modules)
     if settings.activation_checkpointing:
         recompute_activations(layers_of(target))
     assert isinstance(teacher, OnlineTeacher), "the recipe refuses other teachers with cotrain"

@@ -293,7 +293,7 @@ def _packed(rows: Dataset, data: DataSection, console: Console) -> tuple[Dataset
     if len(parts) > 1:
         summary += f"; {len(parts[1]):,} samples of {data.validation:,} prompts kept out of training"
     if data.pack:
-        width = data.pack_tokens or data.prompt_tokens + data.response_tokens
+        width = data.prompt_tokens + data.response_tokens
         parts = [pack(part, width) for part in parts]
         count = sum(map(len, parts))
         summary += f"; packed into {count:,} rows, {lengths.tokens / (count * width):.0%} full"

@@ -37,8 +37,6 @@ class Trained:
     weight_decay: float = 0.0
     dtype: torch.dtype | None = None
     """Of Muon's matrix products; None: float32."""
-    adamw_ratio: float = 1.0
-    """AdamW's rate for the weights beside Muon's relative to the drafter's rate."""
 
     @classmethod
     def of(cls, drafter: TrainableDrafter, **values: Any) -> Trained:
@@ -99,10 +97,10 @@ def _adamw(of: Trained, weights: list[nn.Parameter], ordinary: float | None) -> 
     if not weights:
         return []
     plain = [weight for weight in weights if weight not in of.sizes]
-    groups: list[dict[str, Any]] = [{"params": plain, "ratio": of.adamw_ratio}] if plain else []
+    groups: list[dict[str, Any]] = [{"params": plain}] if plain else []
     for weight in weights:
         if weight in of.sizes:
             sizes = of.sizes[weight]
             share = min(1.0, (ordinary or len(sizes.columns_F)) / max(sizes.total, 1e-9))
-            groups.append({"params": [weight], "ratio": of.adamw_ratio * share})
+            groups.append({"params": [weight], "ratio": share})
     return [AdamW(groups, lr=0.0, betas=BETAS, weight_decay=of.weight_decay, fused=True)]

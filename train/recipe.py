@@ -46,6 +46,19 @@ SECTIONS: dict[str, type[Section]] = {
     "publish": PublishSection,
 }
 """Every section but `drafter`, whose keys depend on its type."""
+REMOVED = {
+    "data.deduplicate": True,
+    "data.pack_tokens": None,
+    "objective.beta": 0.5,
+    "objective.eta": 3.0,
+    "train.adamw_learning_rate": None,
+    "cotrain.lora_alpha": 16.0,
+    "cotrain.quality_weight": 1.0,
+    "cotrain.ramp_fraction": 0.2,
+    "drafter.lora_alpha": 16.0,
+}
+"""Keys of earlier versions, `section.key` or `drafter.key`, with the value that holds now. Recipes in runs, checkpoints
+and drafters may have them with this value alone."""
 OF_FILES = {"files": "a folder of hidden states", "logprobs": "a file of answers with logprobs"}
 """Teachers that read `teacher.file`, and what it is."""
 
@@ -173,11 +186,6 @@ class Recipe(Section):
             raise ConfigError(
                 f"train.decay_fraction={train.decay_fraction:g} with train.warmup_fraction={train.warmup_fraction:g}; "
                 "expected a sum of at most 1"
-            )
-        if train.adamw_learning_rate is not None and train.optimizer != "muon":
-            raise ConfigError(
-                f"train.adamw_learning_rate={train.adamw_learning_rate:g} with train.optimizer={train.optimizer!r}; "
-                "expected 'muon', or train.learning_rate alone"
             )
         for key in ("target_tau", "patience"):
             if getattr(train, key) is not None and self.evaluation.count < 2:
@@ -311,10 +319,23 @@ def parse_recipe(values: dict[str, Any], source: str) -> Recipe:
     Raises:
         ConfigError: with the first problem in one line, and `source`.
     """
+    values = _without_removed(values, source)
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
         raise ConfigError(f"{_explain(error, values)} ({source})") from error
+
+
+def _without_removed(values: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return the plain values of a recipe without the keys in `REMOVED`; ConfigError where one has another value."""
+    kept = {name: dict(section) if isinstance(section, dict) else section for name, section in values.items()}
+    for place, held in REMOVED.items():
+        name, key = place.split(".")
+        section = kept.get(name)
+        if isinstance(section, dict) and key in section and (value := section.pop(key)) != held:
+            expected = f"none: {held!r} holds since the key was removed"
+            raise ConfigError(f"{place}={value!r}; expected {expected} ({source})")
+    return kept
 
 
 def override(values: dict[str, Any], entry: str) -> None:

@@ -83,11 +83,6 @@ class ObjectiveSection(Section):
     """Draft position k has the weight position_decay ** k."""
     position_weights: list[Weight] = Field(default_factory=list)
     """Weight of each draft position, instead of position_decay; the last value holds for all later positions."""
-    beta: Annotated[Number, Field(gt=0, lt=1)] = 0.5
-    """Weight of p in the mixture of 'js'."""
-    eta: Weight = 3.0
-    """For 'lk_lambda': how fast the weight moves from KL to total variation as alpha rises; its authors use 10 for
-    Medusa."""
     dpace: Annotated[Number, Field(ge=0, le=1)] | None = None
     """Weight positions by how much of the draft depends on them (D-PACE), with this smoothing; its authors use 0.5."""
     chunk_tokens: Count = 1024
@@ -131,8 +126,6 @@ class TrainSection(Section):
     optimizer: OptimizerName = Field(default_factory=default_optimizer)
     """'muon' optimizes the matrices inside the drafter's layers with Muon, the rest with AdamW, and needs fewer steps.
     The default is 'muon', and 'adamw' under DeepSpeed, which supports no other."""
-    adamw_learning_rate: Annotated[Number, Field(gt=0)] | None = None
-    """Peak rate of the AdamW beside Muon, for embeddings, lm_heads and gains; by default learning_rate."""
     weight_decay: Annotated[Number, Field(ge=0)] = 0.0
     """Decoupled weight decay of the drafter's optimizers."""
     clip_norm: Annotated[Number, Field(gt=0)] = 1.0
@@ -163,8 +156,6 @@ class TrainSection(Section):
 class CotrainSection(Section):
     lora_rank: Count = 32
     """Rank of the adapters on the target."""
-    lora_alpha: Annotated[Number, Field(gt=0)] = 16
-    """Scale of the adapters: alpha / rank."""
     modules: list[str] | None = None
     """Last component of the names of the layers to adapt; by default every linear layer in the blocks, or with fused
     experts those of the attention."""
@@ -172,12 +163,9 @@ class CotrainSection(Section):
     """Learning rate of the adapters relative to train.learning_rate."""
     warmup_fraction: Annotated[Number, Field(ge=0, lt=1)] = 0.3
     """Share of the steps in which only the drafter is trained."""
-    ramp_fraction: Annotated[Number, Field(ge=0, le=1)] = 0.2
-    """Share of the steps, after the warm-up, over which the weight of the drafter's loss for the adapters rises."""
     drafter_weight: Annotated[Number, Field(gt=0)] = 0.2
-    """Weight of the drafter's loss for the adapters."""
-    quality_weight: Annotated[Number, Field(gt=0)] = 1.0
-    """Weight of the KL from the original target."""
+    """Weight of the drafter's loss for the adapters, relative to that of the KL from the original target; reached over
+    a fifth of the steps."""
     max_quality_kl: Annotated[Number, Field(gt=0)] = 0.05
     """Bound on that KL in nats per token; a drafter is not saved while the KL on held-out text exceeds it."""
 

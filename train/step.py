@@ -20,6 +20,9 @@ from draftsmith.train.recipe_sections import CotrainSection
 if TYPE_CHECKING:
     from draftsmith.heads.read_positions import SequencePart
 
+RAMP = 0.2
+"""Share of a run's steps, after the warm-up, in which the weight of the drafter's loss for adapters rises."""
+
 # Shapes: B sequences, T positions, K draft positions, H hidden size, N trained positions.
 
 
@@ -135,7 +138,7 @@ class CotrainStep(AgreementStep):
         chunk = self._objective.chunk_tokens
         quality = quality_kl(teacher.lm_head, original_NH, signals.hidden_BTH[batch.mask_BT], chunk)
         self.clock.end("objective")
-        ramp = min(1.0, (done - settings.warmup_fraction) / max(settings.ramp_fraction, 1e-9))
+        ramp = min(1.0, (done - settings.warmup_fraction) / RAMP)
         room = max(0.0, 1 - last.quality_kl / settings.max_quality_kl)
         weight = settings.drafter_weight * ramp * room
         read = replace(
@@ -149,7 +152,7 @@ class CotrainStep(AgreementStep):
         self.clock.end("drafter")
         sums = self._objective(unrolled, known, teacher.lm_head, last.alpha)
         self.clock.end("objective")
-        loss = sums.loss + settings.quality_weight * quality
+        loss = sums.loss + quality
         return StepSums(loss, sums.alpha_K, sums.match_K, sums.count_K, quality.detach())
 
 

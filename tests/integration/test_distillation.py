@@ -236,7 +236,7 @@ def test_packed_rows_have_the_losses_of_plain_ones(teacher: str, recipe_file: Pa
     (rows,) = (tmp_path / "cache" / "samples").glob("*/*/rows")
     count = len(pack(load_from_disk(rows), 64))
     assert count < 20
-    kind += [f"teacher.kind={teacher}", "teacher.dtype=float32", "data.pack=true", "data.pack_tokens=64"]
+    kind += [f"teacher.kind={teacher}", "teacher.dtype=float32", "data.pack=true", "data.prompt_tokens=52"]
     packed = run(recipe_file, *kind, f"train.batch_size={count}")
     assert losses(packed) == pytest.approx(losses(plain), rel=1e-4)
 
@@ -266,7 +266,7 @@ def test_a_drafter_learns_from_a_file_of_logprobs(recipe_file: Path, tmp_path: P
         lines.append(json.dumps({"prompt": text, "choices": [{"logprobs": {"content": content}}]}) + "\n")
     file.write_text("".join(lines))
     kind = ["teacher.kind=logprobs", f"teacher.file={file}", "data.prompts=nowhere", "train.steps=40"]
-    for extra in ([], ["data.pack=true", "data.pack_tokens=60"]):
+    for extra in ([], ["data.pack=true", "data.prompt_tokens=48"]):
         rows = run(recipe_file, *kind, *extra, f"output={tmp_path}/run-{len(extra)}")
         taus = [row["evaluation"]["tau"] for row in rows if "evaluation" in row]
         assert losses(rows)[-1] < 0.7 * losses(rows)[0]

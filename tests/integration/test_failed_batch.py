@@ -48,7 +48,7 @@ def _losses(folder: Path) -> list[float]:
 
 KINDS = {
     "states": ["drafter.type=medusa"],
-    "packed": ["drafter.type=medusa", "data.pack=true", "data.pack_tokens=10"],
+    "packed": ["drafter.type=medusa", "data.pack=true", "data.response_tokens=9"],
     "features": ["drafter.type=eagle3", "drafter.layers=[1,2]"],
     "logits": ["drafter.type=draft_model"],
     "cached": ["drafter.type=medusa", "teacher.kind=cached"],

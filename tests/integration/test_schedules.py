@@ -194,15 +194,3 @@ def test_a_stable_run_decays_when_tau_does_not_rise_also_when_it_is_resumed(reci
     _train(recipe_file, tmp_path / "run", *overrides)
     assert _rows(tmp_path / "run") == rows
     _require_equal(_state(tmp_path / "run", 12), state)
-
-
-def test_adamw_has_a_rate_of_its_own_beside_muon(recipe_file: Path, tmp_path: Path) -> None:
-    """At a vanishing rate AdamW's weights stay what they were, and Muon's matrices move."""
-    overrides = ("train.steps=4", "train.checkpoint_every=2", "train.keep_checkpoints=9", "train.optimizer=muon")
-    _train(recipe_file, tmp_path / "run", *overrides, "train.adamw_learning_rate=1e-30")
-    first, last = (_state(tmp_path / "run", step) for step in (2, 4))
-    weights = [name.removeprefix("model/") for name in first if name.startswith("model/")]
-    changed = {name: float((first[f"model/{name}"] - last[f"model/{name}"]).abs().max()) for name in weights}
-    moved = {name for name, change in changed.items() if change > 1e-12}
-    assert moved
-    assert moved == {name for name in weights if f"optimizer/{name}/average" in last}, "Muon's momentum"

@@ -89,7 +89,7 @@ def test_all_samples_of_a_prompt_are_kept_out_together(column: str) -> None:
 @pytest.mark.parametrize("pack", ["false", "true"])
 def test_responses_and_packed_rows_share_no_prompt_with_training(pack: str, recipe_file: Path, tmp_path: Path) -> None:
     overrides = ["drafter.type=medusa", "data.validation=5", "data.responses=2", f"data.pack={pack}"]
-    recipe = load_recipe(str(recipe_file), [*overrides, "data.pack_tokens=100", "train.steps=2"])
+    recipe = load_recipe(str(recipe_file), [*overrides, "data.prompt_tokens=88", "train.steps=2"])
     trainer.train(recipe)
     run = trainer.Run(recipe, make_accelerator(recipe, tmp_path), tmp_path / "run")
     assert 0 < run.data.validation < run.data.trained

@@ -117,9 +117,7 @@ def dry_step(recipe: Recipe, target: PreTrainedModel, *, device: str, processes:
 
 def sequence_length(recipe: Recipe) -> int:
     """Return the number of tokens of the longest row."""
-    data = recipe.data
-    sample = data.prompt_tokens + data.response_tokens  # a sample longer than packed rows has its own row
-    return max(sample, data.pack_tokens or 0) if data.pack else sample
+    return recipe.data.prompt_tokens + recipe.data.response_tokens
 
 
 def _batch(recipe: Recipe, config: PreTrainedConfig, processes: int) -> Batch:

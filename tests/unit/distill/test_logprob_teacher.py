@@ -32,7 +32,7 @@ from draftsmith.train.batch import collate
 from draftsmith.train.recipe import Recipe, parse_recipe
 
 B, T, H, D, V = 3, 11, 8, 6, 13
-ETA, LAST_ALPHA, BETA = 3.0, [0.3, 0.6, 0.5], 0.3
+ETA, LAST_ALPHA = 3.0, [0.3, 0.6, 0.5]
 SUMMED = [kind for kind in LOSSES if kind != "accepted_length"]
 
 
@@ -75,7 +75,7 @@ def _forbidden(_: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", LOSSES)
 def test_with_every_token_known_nothing_is_lost(kind: str, dpace: float | None) -> None:
     both = Both(seed=1, known=V)
-    objective = Objective(kind, beta=BETA, eta=ETA, dpace=dpace, chunk_tokens=4)
+    objective = Objective(kind, dpace=dpace, chunk_tokens=4)
     ours = objective(both.unrolled, both.coarse, _forbidden, LAST_ALPHA)
     theirs = objective(both.unrolled, both.whole, both.lm_head, LAST_ALPHA)
     # Sums that a draft's weights go into are kept in float32.
@@ -97,13 +97,13 @@ def _coarse_rows(ids: Tensor, logs: Tensor, q_log_V: Tensor) -> tuple[Tensor, Te
 
 
 def _plain(kind: str, p: Tensor, q: Tensor, k: int) -> Tensor:
-    m = BETA * p + (1 - BETA) * q
+    m = (p + q) / 2
     kl, tv = (p * (p / q).log()).sum(), (p - q).abs().sum() / 2
     share = math.exp(-ETA * LAST_ALPHA[k])
     return {
         "kl": kl,
         "reverse_kl": (q * (q / p).log()).sum(),
-        "js": BETA * (p * (p / m).log()).sum() + (1 - BETA) * (q * (q / m).log()).sum(),
+        "js": (p * (p / m).log()).sum() / 2 + (q * (q / m).log()).sum() / 2,
         "tv": tv,
         "lk_alpha": -torch.minimum(p, q).sum().log(),
         "lk_lambda": share * kl + (1 - share) * tv,
@@ -137,7 +137,7 @@ def test_with_some_known_the_tail_is_one_more_event(kind: str, chunk: int) -> No
     both.top_log[:2][both.top_ids[:2] < 0] = -torch.inf  # log-probabilities beside -1 are ignored
     places = torch.randint(-1, T, (B, T), generator=generator)
     both.unrolled[2] = DraftStates(both.states[2], both.head, places_BT=places)
-    objective = Objective(kind, beta=BETA, eta=ETA, position_decay=0.5, chunk_tokens=chunk)
+    objective = Objective(kind, position_decay=0.5, chunk_tokens=chunk)
     sums = objective(both.unrolled, both.coarse, _forbidden, LAST_ALPHA)
     expected, alphas, matches = torch.zeros((), dtype=torch.float64), [0.0] * 3, [0] * 3
     for k, entry in enumerate(both.unrolled):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plain_losses import ETA, LAST_ALPHA, B, D, H, T, V, overlap, plain_loss, random_signals, three_positions
+from plain_losses import LAST_ALPHA, B, D, H, T, V, overlap, plain_loss, random_signals, three_positions
 from torch import Tensor, nn
 
 from draftsmith.distill.losses import LOSSES
@@ -30,7 +30,7 @@ def test_value_and_gradient_equal_the_plain_formula(kind: str, chunk: int) -> No
     lm_head = nn.Linear(H, V, bias=False).double().requires_grad_(False)
     heads = [nn.Linear(D, V).double() for _ in range(2)]
     states = [torch.randn(B, T, D, dtype=torch.float64, generator=generator, requires_grad=True) for _ in heads]
-    objective = Objective(kind, temperatures=(0.7,), position_decay=0.5, beta=0.3, eta=ETA, chunk_tokens=chunk)
+    objective = Objective(kind, temperatures=(0.7,), position_decay=0.5, chunk_tokens=chunk)
     unrolled = [
         DraftStates(state, head, offset=k + 1) for k, (state, head) in enumerate(zip(states, heads, strict=True))
     ]

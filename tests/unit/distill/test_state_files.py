@@ -333,7 +333,7 @@ def test_a_drafter_trains_on_files_of_specforge_alone(tmp_path: Path, recipe_fil
         save_file(record, folder / "rows_0-2000" / f"data_{place}.safetensors")
     options = ["drafter={type: eagle3, layers: [1, 2]}", "teacher.kind=files", f"teacher.file={folder}"]
     options += ["evaluation.count=2", "train.evaluate_every=10", "train.steps=10"]
-    for more in ([], ["data.pack=true", "data.pack_tokens=48"]):
+    for more in ([], ["data.pack=true", "data.prompt_tokens=36"]):
         out = tmp_path / f"run{len(more)}"
         train(load_recipe(str(recipe_file), [*options, *more, f"output={out}"]))
         metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

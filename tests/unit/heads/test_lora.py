@@ -26,7 +26,7 @@ def test_adapters_come_and_go() -> None:
     model = make_llama().requires_grad_(False)
     plain = model(IDS).logits
     names = set(model.state_dict())
-    add_lora(model, rank=3, alpha=6)
+    add_lora(model, rank=3)
     assert torch.equal(model(IDS).logits, plain)
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     assert len(trained) == 2 * 7 * 2, "two matrices for each of seven linear layers in two blocks"
@@ -61,7 +61,7 @@ def test_fused_experts_have_no_adapters(kind: type[PreTrainedConfig], tmp_path: 
     names, state = set(plain.state_dict()), {name: value.clone() for name, value in plain.state_dict().items()}
     model = AutoModelForCausalLM.from_config(plain.config).eval()
     model.load_state_dict(state)
-    adapters = Adapters.on(model, rank=3, alpha=6, modules=None)
+    adapters = Adapters.on(model, rank=3, modules=None)
     assert {name.split(".lora_")[0].rpartition(".")[2] for name in adapters.parameters} == OF_ATTENTION
     for weight in adapters.parameters.values():
         weight.data = torch.randn_like(weight) * 0.1

@@ -390,7 +390,7 @@ def test_a_data_sets_script_is_not_run(tmp_path: Path, mark: Path) -> None:
 def test_adapters_on_a_target_are_held_to_their_file(
     change: Callable, message: str, tmp_path: Path, tiny_target_folder: Path, mark: Path
 ) -> None:
-    adapters = Adapters.on(make_llama(), rank=2, alpha=4, modules=None)
+    adapters = Adapters.on(make_llama(), rank=2, modules=None)
     adapters.save(tmp_path / "a", str(tiny_target_folder), {})
     assert load_target(str(tmp_path / "a")).name == str(tmp_path / "a")
     kept = (tmp_path / "a" / "adapter_config.json").read_text()

@@ -72,7 +72,7 @@ def test_rates_hold_for_inputs_of_ordinary_sizes() -> None:
     drafter = Medusa.from_target(make_llama(), num_heads=1)
     head = drafter.lm_heads[0].weight
     large = {head: InputSizes(torch.full((32,), 8.0), 4 * MEASURED_TOTAL)}
-    _, beside_muon = OPTIMIZERS["muon"](Trained.of(drafter, sizes=large, adamw_ratio=0.5))
+    _, beside_muon = OPTIMIZERS["muon"](Trained.of(drafter, sizes=large))
     (alone,) = OPTIMIZERS["adamw"](Trained.of(drafter, sizes=large))
     small = {head: InputSizes(torch.full((32,), 0.1), 1.0)}
     (unchanged,) = OPTIMIZERS["adamw"](Trained.of(drafter, sizes=small))
@@ -80,4 +80,4 @@ def test_rates_hold_for_inputs_of_ordinary_sizes() -> None:
         next(group["ratio"] for group in made.param_groups if group["params"][0] is head)
         for made in (beside_muon, alone, unchanged)
     ]
-    assert ratios == [0.5 / 4, 32 / (4 * MEASURED_TOTAL), 1.0]
+    assert ratios == [1 / 4, 32 / (4 * MEASURED_TOTAL), 1.0]

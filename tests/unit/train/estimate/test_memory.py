@@ -19,7 +19,7 @@ from draftsmith.heads import HEADS
 from draftsmith.train.batch import Batch
 from draftsmith.train.bootstrap import make_step
 from draftsmith.train.estimate import memory
-from draftsmith.train.estimate.fake_run import DryStep, LiveBytes, marked_share, sequence_length
+from draftsmith.train.estimate.fake_run import DryStep, LiveBytes
 from draftsmith.train.progress import in_units
 from draftsmith.train.recipe import Recipe, parse_recipe
 
@@ -169,15 +169,6 @@ def test_texts_that_processes_share_take_less_memory() -> None:
     one, four = (memory.estimate_memory(recipe_of(base, train=size), config, processes=4) for size in sizes)
     assert one.drafter == four.drafter
     assert four.activations < one.activations, "the same rows a process, a quarter of the drafter's states"
-
-
-def test_packed_rows_are_as_full_of_answers_as_the_samples_in_them() -> None:
-    packed = recipe_of({"type": "medusa"}, data={"pack": True, "pack_tokens": 4 * (PROMPT + RESPONSE)})
-    narrow = recipe_of({"type": "medusa"}, data={"pack": True, "pack_tokens": 8})
-    assert sequence_length(packed) == 4 * (PROMPT + RESPONSE)
-    assert sequence_length(narrow) == PROMPT + RESPONSE, "a sample that is longer has a row of its own"
-    for recipe in (packed, recipe_of({"type": "medusa"})):
-        assert marked_share(recipe, make_llama(**WIDE).config) == RESPONSE / (PROMPT + RESPONSE)
 
 
 @pytest.mark.parametrize(
