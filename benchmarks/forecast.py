@@ -1,4 +1,4 @@
-"""Compare the forecast's tau and speedup with those of the decoder, and with simple statistics.
+"""Compare the forecast's tau and speedup with those of the decoder.
 
     python benchmarks/forecast.py acceptance                # tau: any machine, noisy or not
     python benchmarks/forecast.py speed                     # speedup: a quiet machine
@@ -35,12 +35,17 @@ from draftsmith.decode.policies import Chain, Policy, policy_named
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.distill.load_target import LoadedTarget, load_target
 from draftsmith.eval.baseline import fastest_threads, threads
-from draftsmith.eval.diagnostics import difference_measure, summary
 from draftsmith.eval.evaluation import evaluate
-from draftsmith.eval.forecast.expected_rounds import ExpectedRounds, accepted, needs_replay, of_rounds, retrieved
+from draftsmith.eval.forecast.expected_rounds import (
+    ExpectedRounds,
+    accepted,
+    needs_replay,
+    of_rounds,
+    replay,
+    retrieved,
+)
 from draftsmith.eval.forecast.hardware import depth_of, measure_hardware, pass_costs
 from draftsmith.eval.forecast.profile import CostModel, numbers
-from draftsmith.eval.forecast.replay import replay
 from draftsmith.eval.prompts import Prompt, load_prompts
 from draftsmith.eval.settings import Settings
 from draftsmith.eval.teacher_forced import (
@@ -136,15 +141,13 @@ def policies_of(drafter: Drafter, options: argparse.Namespace) -> list[Policy | 
 
 
 def predicted(
-    target: LoadedTarget, drafter: Drafter, policies: list[Policy | None], texts: list[TargetText], sampling: Sampling,
-    *, statistics: bool = False,
-) -> tuple[dict[str, list[ExpectedRounds]], dict[str, Any] | None]:  # fmt: skip
-    """Return the expected rounds of each policy on each text and, on request, the simple statistics."""
+    target: LoadedTarget, drafter: Drafter, policies: list[Policy | None], texts: list[TargetText], sampling: Sampling
+) -> dict[str, list[ExpectedRounds]]:
+    """Return the expected rounds of each policy on each text."""
     tables, found = [], {}
     if not drafter.only_retrieves:
-        measures = [acceptance_measure(Processors(sampling))]
-        measures += [difference_measure(drafter, sampling.temperature)] * statistics
-        tables = agreement(target.model, drafter, texts, max(map(depth_of, policies)), measures)
+        measure = acceptance_measure(Processors(sampling))
+        tables = agreement(target.model, drafter, texts, max(map(depth_of, policies)), measure)
     copies = [retrieved(drafter, text) for text in texts]
     for policy in policies:
         if needs_replay(policy, sampling):
@@ -155,7 +158,7 @@ def predicted(
                 accepted(policy, table, text, sampling, retrieved=copied, reach=drafter.max_draft_length)
                 for table, text, copied in zip(tables or [{}] * len(texts), texts, copies, strict=True)
             ]
-    return found, summary(tables) if tables and statistics else None
+    return found
 
 
 def tau_of(per_text: list[ExpectedRounds]) -> float:
@@ -179,7 +182,7 @@ def acceptance_cell(
     settings = {"max_new_tokens": options.max_new_tokens}
     ids = tuple(tuple(prompt.input_ids) for prompt in prompts[::2])
     texts = target_alone(target, ids, sampling, options.max_new_tokens)
-    found, statistics = predicted(target, drafter, policies, texts, sampling, statistics=True)
+    found = predicted(target, drafter, policies, texts, sampling)
     rows = []
     for policy in policies:
         decoder = SpeculativeDecoder(target.model, drafter, policy=policy)
@@ -189,7 +192,7 @@ def acceptance_cell(
             outs += decoder.generate_batch(ids, seeds=SEED + start, temperature=temperature, **settings)
         outs = [out for out in outs if out.rounds]
         written = [target_text(target.model, out.prompt_tokens, out.tokens, options.max_new_tokens) for out in outs]
-        again, _ = predicted(target, drafter, [policy], written, sampling)
+        again = predicted(target, drafter, [policy], written, sampling)
         rows.append(
             {
                 "policy": str(policy),
@@ -199,7 +202,7 @@ def acceptance_cell(
                 "noise": _noise([out.decode_tokens / len(out.rounds) for out in outs]),
             }
         )
-    return {"texts": len(texts), "rows": rows, "statistics": statistics}
+    return {"texts": len(texts), "rows": rows}
 
 
 def _noise(taus: list[float]) -> float:
@@ -217,7 +220,7 @@ def speed_cell(
     with threads(fastest_threads(target.model, timed[0].input_ids)):
         ids = tuple(tuple(prompt.input_ids) for prompt in read)
         texts = target_alone(target, ids, sampling, options.max_new_tokens)
-        found, _ = predicted(target, drafter, policies, texts, sampling)
+        found = predicted(target, drafter, policies, texts, sampling)
         length = max([depth_of(policy) for policy in policies if policy is not None] or [1])
         trees = [policy for policy in policies if policy is not None and not isinstance(policy, Chain)]
         measures = {"draft_length": length, "sampling": sampling, "policies": {name: trees}}
@@ -238,7 +241,7 @@ def speed_cell(
         if temperature == 0:
             ids = tuple(tuple(prompt.input_ids) for prompt in timed)
             texts = target_alone(target, ids, sampling, options.max_new_tokens)
-            same, _ = predicted(target, drafter, policies, texts, sampling)
+            same = predicted(target, drafter, policies, texts, sampling)
     by_policy = {row["policy"]: row for row in evaluated.rows if row["category"] == "all"}
     if drafter.only_retrieves:
         by_policy = {"None": next(iter(by_policy.values()))}

@@ -13,8 +13,6 @@ from rich.table import Table
 
 from draftsmith.eval.plots import COLOURS, STYLE
 
-STATISTICS = ("forward_kl", "reverse_kl", "tv", "top1_agreement", "entropy_overlap", "ece", "cosine")
-
 
 def cells(options: argparse.Namespace, half: str) -> dict[str, dict[str, Any]]:
     """Read the finished cells of a half, by `drafter|temperature|set`."""
@@ -40,51 +38,14 @@ def relative(rows: list[dict[str, Any]], guess: str, truth: str) -> np.ndarray:
     return np.array([abs(row[guess] / row[truth] - 1) for row in rows])
 
 
-def left_out_error(x: np.ndarray, y: np.ndarray, groups: list[str]) -> float:
-    """Return the median relative error of a parabola in x that is fitted to the other drafters."""
-    errors = []
-    for group in sorted(set(groups)):
-        out = np.array([other == group for other in groups])
-        if len(set(x[~out])) < 3:
-            return float("nan")
-        fit = np.poly1d(np.polyfit(x[~out], y[~out], 2))
-        errors += list(np.abs(fit(x[out]) / y[out] - 1))
-    return float(np.median(errors))
-
-
-def guesses(done: dict[str, dict[str, Any]], gamma: int) -> list[dict[str, Any]]:
-    """Return tau at one draft length with its forecast and the mean of each statistic over the draft positions."""
-    points = []
-    for key, cell in done.items():
-        row = next((r for r in cell["rows"] if r["policy"] == f"chain:draft_length={gamma}"), None)
-        if row is None or cell["statistics"] is None:
-            continue
-        positions = cell["statistics"]["positions"][:gamma]
-        drafter, temperature, which = key.split("|")
-        point = {"drafter": drafter, "temperature": float(temperature), "set": which, "tau": row["tau"]}
-        point["forecast"] = row["tau_forecast"]
-        alphas = np.array([1 - entry["tv"] for entry in positions])
-        point["product of alphas"] = float(1 + np.cumprod(alphas).sum())
-        for name in STATISTICS:
-            values = [entry[name] for entry in positions]
-            point[name] = None if None in values else float(np.mean(values))
-        points.append(point)
-    return points
-
-
 def report(options: argparse.Namespace) -> None:
     console = Console(width=120)
     done = cells(options, "acceptance")
     if done:
         rows = [row | {"cell": key} for key, cell in done.items() for row in cell["rows"]]
         _acceptance_table(console, rows)
-        gamma = 2 if len(guesses(done, 2)) > len(guesses(done, 4)) else 4
-        points = guesses(done, gamma)
-        table = statistics_table(points, gamma)
-        console.print(table)
         if options.plots:
             plot_forecast(rows, options.plots / "forecast.png")
-            plot_statistics(points, options.plots / "forecast-statistics.png", gamma)
     timed = cells(options, "speed")
     if timed:
         _speed_table(console, timed)
@@ -110,22 +71,6 @@ def _acceptance_table(console: Console, rows: list[dict[str, Any]]) -> None:
         by_cell.setdefault("|".join(row["cell"].split("|")[1:]), []).append(row)
     agree = [spearman([r["tau_forecast"] for r in subset], [r["tau"] for r in subset]) for subset in by_cell.values()]
     console.print(f"Spearman of tau over drafters and policies, by temperature and set: {np.round(agree, 3).tolist()}")
-
-
-def statistics_table(points: list[dict[str, Any]], gamma: int) -> Table:
-    """Return a table of rank correlations with tau, and of errors of a curve for drafters not fitted."""
-    table = Table(title=f"What predicts tau at gamma={gamma}: {len(points)} pairs of drafter and setting")
-    for column in ("statistic", "pairs", "|Spearman|", "curve, drafter left out", "without a curve"):
-        table.add_column(column, justify="left" if column == "statistic" else "right")
-    for name in ("forecast", "product of alphas", *STATISTICS):
-        subset = [point for point in points if point[name] is not None]
-        if len(subset) < 4:
-            continue
-        x, y = (np.array([point[key] for point in subset]) for key in (name, "tau"))
-        fitted = left_out_error(x, y, [point["drafter"] for point in subset])
-        itself = f"{100 * np.median(np.abs(x / y - 1)):.1f} %" if name in ("forecast", "product of alphas") else ""
-        table.add_row(name, str(len(subset)), f"{abs(spearman(x, y)):.3f}", f"{100 * fitted:.1f} %", itself)
-    return table
 
 
 def _speed_table(console: Console, timed: dict[str, dict[str, Any]]) -> None:
@@ -212,24 +157,4 @@ def plot_forecast(rows: list[dict[str, Any]], path: Path) -> None:
         axis.set_ylabel("tau of the decoder")
         axis.legend(fontsize=8)
         figure.savefig(path, dpi=90, bbox_inches="tight")
-        plt.close(figure)
-
-
-def plot_statistics(points: list[dict[str, Any]], path: Path, gamma: int) -> None:
-    """Plot tau against the forecast and against each simple statistic."""
-    names = ("forecast", "product of alphas", *STATISTICS)
-    drafters = sorted({point["drafter"] for point in points})
-    with plt.rc_context(STYLE | {"font.size": 8}):
-        figure, axes = plt.subplots(3, 3, figsize=(9, 7.5), sharey=True)
-        for axis, name in zip(axes.flat, names, strict=False):
-            for number, drafter in enumerate(drafters):
-                subset = [p for p in points if p["drafter"] == drafter and p[name] is not None]
-                x, y = ([point[key] for point in subset] for key in (name, "tau"))
-                axis.scatter(x, y, s=12, color=COLOURS[number % len(COLOURS)], label=drafter)
-            axis.set_xlabel(name)
-        axes[0, 0].legend(fontsize=7)
-        for axis in axes[:, 0]:
-            axis.set_ylabel(f"tau, gamma={gamma}")
-        figure.tight_layout()
-        figure.savefig(path, dpi=80, bbox_inches="tight")
         plt.close(figure)

@@ -168,7 +168,7 @@ def heldout(name: str, temperature: float) -> list[TargetText]:
 def tau(name: str, drafter: Drafter, draft_length: int, temperature: float) -> float:
     """Return tau of the chain, exact on the held-out texts."""
     sampling, texts = Sampling(temperature), heldout(name, temperature)
-    tables = agreement(loaded(name).model, drafter, texts, draft_length, [acceptance_measure(Processors(sampling))])
+    tables = agreement(loaded(name).model, drafter, texts, draft_length, acceptance_measure(Processors(sampling)))
     rounds = [accepted(Chain(draft_length), *pair, sampling) for pair in zip(tables, texts, strict=True)]
     return sum(text.tokens for text in rounds) / sum(text.rounds for text in rounds)
 

@@ -11,10 +11,9 @@ from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.policies import Chain
 from draftsmith.distill.detokenize import IncrementalText
 from draftsmith.errors import ConfigError
-from draftsmith.eval.diagnostics import diagnose
 from draftsmith.eval.guards import dtype_of, guards, notes
 from draftsmith.eval.harness import Run
-from draftsmith.eval.journal import ACCEPTED, BONUS, CORRECTION, JOURNAL, KEPT, OWN, Cell, Journal, Place, TextRecord
+from draftsmith.eval.journal import ACCEPTED, BONUS, CORRECTION, JOURNAL, KEPT, OWN, Cell, Journal, TextRecord
 from draftsmith.eval.prompts import OVERALL, Prompt, PromptRows
 from draftsmith.eval.report import check_report_folder, summary_table, verdict, write_report
 from draftsmith.eval.results import Evaluation, Row, Sample, row_of, series_of
@@ -89,7 +88,6 @@ def evaluate(
     tokenizer: PreTrainedTokenizerBase | None = None,
     processor: Any = None,
     journal: Path | None = None,
-    diagnose: bool = False,
     progress: bool = True,
 ) -> Evaluation:
     """Measure every drafter against the target alone.
@@ -102,7 +100,6 @@ def evaluate(
         tokenizer: the target's, for prompts of several turns and for samples in the report.
         processor: the target's, for prompts of several turns with images.
         journal: file to which every finished cell is appended; an existing file is continued.
-        diagnose: add statistics of each drafter by draft position to the rows.
 
     Raises:
         ConfigError: for models or prompts that do not fit together, or a journal of another run.
@@ -115,18 +112,13 @@ def evaluate(
             if arm != BASELINE:
                 rows += _rows(run, arm, decoder)
                 done()
-    undiagnosed: list[str] = []
-    if any(asked.inputs for asked in prompts):
-        undiagnosed = ["No diagnostics by draft position: prompts have images."]
-    elif diagnose:
-        undiagnosed = _diagnose(run, rows, progress)
     dtypes = {"target": dtype_of(target), **{name: dtype_of(drafter) for name, drafter in drafters.items()}}
     places = [(arm, t, size) for arm in run.arms for t in settings.temperatures for size in settings.batch_sizes]
     return Evaluation(
         settings=settings,
         rows=rows,
         environment={**environment(), "torch_threads": run.journal.facts["threads"]},
-        notes=notes(run, rows) + undiagnosed,
+        notes=notes(run, rows),
         guards=guards(rows, run.journal.facts["plain"], dtypes),
         measurements=[series_of(run.cells(*place)) for place in places],
         samples=[] if tokenizer is None else samples(run, tokenizer),
@@ -160,46 +152,6 @@ def _rows(run: Run, arm: Variant, decoder: SpeculativeDecoder) -> list[Row]:
     return rows
 
 
-def _diagnose(run: Run, rows: list[Row], progress: bool) -> list[str]:
-    """Add `diagnostics` to the rows; all policies of a drafter, temperature and category share them.
-
-    Returns a note for each drafter without diagnostics; its measured rows are kept.
-    """
-    by_place: dict[tuple[str, float], dict[str, list[Row]]] = {}
-    for row in rows:
-        if not run.drafters[row["drafter"]].only_retrieves:
-            categories = by_place.setdefault((row["drafter"], row["temperature"]), {})
-            categories.setdefault(row["category"], []).append(row)
-    refused: dict[str, str] = {}
-    for number, ((name, temperature), categories) in enumerate(by_place.items(), 1):
-        deepest = max(len(other["acceptance_at"]) for other in rows if other["drafter"] == name)
-        texts = {of: _texts(run, temperature, None if of == OVERALL else of) for of in categories}
-        total = len({(tuple(ids), length) for group in texts.values() for ids, length in group})
-        title = f"comparing {name} with the target by draft position (T={temperature:g}, {number} of {len(by_place)})"
-        with stage(title, total, shown=progress) as done:
-            options = {"temperature": temperature, "draft_length": max(1, deepest), "done": done}
-            try:
-                statistics = diagnose(run.target, run.drafters[name], texts, **options)
-            except ConfigError as error:
-                refused[name] = f"{name}: no diagnostics by draft position ({error})."
-                continue
-        for category, found in statistics.items():
-            for row in categories[category]:
-                row["diagnostics"] = found
-    return list(refused.values())
-
-
-def _texts(run: Run, temperature: float, category: str | None) -> list[tuple[list[int], int]]:
-    """Return the texts of the target alone in the first repeat, prompts included, and the lengths of the prompts."""
-    texts = []
-    for cell in run.cells(BASELINE, temperature, run.settings.batch_sizes[0], category):
-        if cell.repeat == 0:
-            place = Place(0, temperature, cell.batch_size, cell.group, cell.turn)
-            asked = {prompt.id: prompt.input_ids for prompt in run.asked(place)}
-            texts += [(asked[text.prompt] + text.tokens, len(asked[text.prompt])) for text in cell.texts]
-    return texts
-
-
 def measure(
     settings: Settings,
     out: Path,
@@ -225,7 +177,6 @@ def measure(
             tokenizer=session.tokenizer,
             processor=session.processor,
             journal=out / JOURNAL,
-            diagnose=True,
         )
         with stage("drawing and writing the report"), writing(out, KEPT):
             write_report(evaluation, out, title=title, runs=runs)

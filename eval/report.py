@@ -19,18 +19,6 @@ from draftsmith.metrics import FEW, often_tested
 from draftsmith.safe_text import markdown_environment, printable
 from draftsmith.storage import write_json, write_text
 
-DIAGNOSTICS = {
-    "tokens": "tokens",
-    "forward_kl": "KL(p‖q)",
-    "reverse_kl": "KL(q‖p)",
-    "tv": "TV",
-    "top1_agreement": "same most likely token",
-    "entropy_overlap": "entropy overlap",
-    "ece": "ECE",
-    "cosine": "cosine",
-}
-"""Keys of a position's diagnostics, and their column titles."""
-
 MOST_POSITIONS = 16
 """Columns of acceptance by draft position; a hybrid's copies may be twice as long."""
 INVARIANT = "of one shape (invariant), with and without a drafter; those of transformers' generate are not"
@@ -188,7 +176,6 @@ def _values(evaluation: Evaluation) -> dict[str, Any]:
         "accepted": list(zip(overall, accepted, strict=True)),
         "by_context": [row for row in overall if len(row.get("by_context", ())) > 1],
         "by_category": [row for row in evaluation.rows if row["category"] != OVERALL],
-        "diagnostics": _diagnostics(evaluation.rows),
         "settings": asdict(evaluation.settings),
         "conditions": _conditions(evaluation, overall[0]["prompts"]),
         "guards": evaluation.guards,
@@ -205,31 +192,6 @@ def training_lines(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Return a sentence for each drafter whose run shows what more steps would bring, and one on its steps' time."""
     found = [(name, sentence(metrics)) for name, metrics in runs.items() for sentence in (outlook, time_split)]
     return [f"{name}: {text}." for name, text in found if text is not None]
-
-
-def _diagnostics(rows: list[Row]) -> list[dict[str, Any]]:
-    """Return one table per drafter, temperature and category with diagnostics."""
-    tables: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        statistics = row.get("diagnostics")
-        name = f"{row['drafter']} at T={row['temperature']:g}, {row['category']}"
-        if not statistics or name in tables:
-            continue
-        keys = [key for key in DIAGNOSTICS if any(key in line for line in statistics["positions"])]
-        lines = [
-            {"position": line["position"], "values": [_number(line.get(key)) for key in keys]}
-            for line in statistics["positions"]
-        ]
-        columns = [DIAGNOSTICS[key] for key in keys]
-        correlation = statistics.get("cosine_correlation")
-        tables[name] = {"name": name, "columns": columns, "lines": lines, "correlation": correlation}
-    return list(tables.values())
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return ""
-    return str(value) if isinstance(value, int) else f"{value:.3f}"
 
 
 def _conditions(evaluation: Evaluation, prompts: int) -> list[tuple[str, str]]:

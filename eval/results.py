@@ -33,25 +33,6 @@ class DivergencePlace(TypedDict):
     position: int
 
 
-class PositionDiagnostics(TypedDict):
-    """Statistics of one draft position; `diagnose` defines them."""
-
-    position: int
-    tokens: int
-    forward_kl: float
-    reverse_kl: float
-    tv: float
-    top1_agreement: float
-    entropy_overlap: float
-    ece: float
-    cosine: float | None
-
-
-class Diagnostics(TypedDict):
-    positions: list[PositionDiagnostics]
-    cosine_correlation: float | None
-
-
 class Row(TypedDict):
     """A drafter with a policy at one temperature and batch size, over all prompts or those of one category."""
 
@@ -88,7 +69,6 @@ class Row(TypedDict):
     greedy_identical: NotRequired[list[int]]
     """At temperature 0: greedy texts that equal the target's own, and all of them."""
     first_divergence: NotRequired[DivergencePlace | None]
-    diagnostics: NotRequired[Diagnostics]
     by_context: NotRequired[list[ContextBin]]
 
 

@@ -122,9 +122,6 @@ class Rows(NamedTuple):
     """Over the target's vocabulary; -inf for tokens outside the drafter's vocabulary."""
     labels_N: Tensor
     """The text's token at each position."""
-    target_NH: Tensor
-    states_ND: Tensor
-    """Input of the drafter's head."""
     sure_N: Tensor | None
     """The drafter's estimate of the probability that its token is accepted; None without such an estimate."""
 
@@ -169,10 +166,10 @@ def agreement(
     drafter: Drafter,
     texts: Sequence[TargetText],
     draft_length: int,
-    measures: Sequence[Measure],
+    measure: Measure,
     done: Done = lambda _: None,
 ) -> list[PositionStats]:
-    """Return all `measures` of every text, [A, K] each; K is `draft_length`, or the drafter's maximum if that is less.
+    """Return the numbers of every text, [A, K] each; K is `draft_length`, or the drafter's maximum if that is less.
 
     `done` is called with the number of texts, or the part of one, that has been measured since the last call.
 
@@ -188,7 +185,7 @@ def agreement(
     for start in range(0, len(texts), BATCH):
         batch = [texts[place] for place in order[start : start + BATCH]]
         signals = signals_of(teacher, batch)
-        result += agreement_of(signals, teacher.lm_head, drafter, batch, positions, measures, done)
+        result += agreement_of(signals, teacher.lm_head, drafter, batch, positions, measure, done)
     return [stats for _, stats in sorted(zip(order, result, strict=True), key=lambda pair: pair[0])]
 
 
@@ -219,10 +216,10 @@ def agreement_of(
     drafter: TrainableDrafter,
     texts: Sequence[TargetText],
     positions: int,
-    measures: Sequence[Measure],
+    measure: Measure,
     done: Done = lambda _: None,
 ) -> list[PositionStats]:
-    """Return all `measures` of every text, [A, positions] each, from the target's signals of these texts.
+    """Return the numbers of every text, [A, positions] each, from the target's signals of these texts.
 
     `drafter`: from `unrollable`. `done`: see `agreement`.
     """
@@ -241,10 +238,7 @@ def agreement_of(
         for start in range(0, len(places), size):
             part = slice(start, start + size)
             rows = _rows(lm_head, drafter, entry, signals, rows_N[part], states_N[part], targets_N[part])
-            parts += [
-                {name: value for measure in measures for name, value in measure(block).items()}
-                for block in _blocks(rows)
-            ]
+            parts += [measure(block) for block in _blocks(rows)]
             done(len(texts) * len(rows.labels_N) / total)
         for name in parts[0]:
             values_N = torch.cat([part[name] for part in parts]).double().cpu().numpy()
@@ -262,14 +256,8 @@ def _blocks(rows: Rows) -> list[Rows]:
     count = len(rows.labels_N)
     size = count if rows.p_NV.is_cuda else max(1, BLOCK // rows.p_NV.shape[1])
     sure = [None] * count if rows.sure_N is None else rows.sure_N.split(size)
-    parts = (rows.p_NV, rows.q_NV, rows.labels_N, rows.target_NH, rows.states_ND)
+    parts = (rows.p_NV, rows.q_NV, rows.labels_N)
     return [Rows(*part) for part in zip(*(part.split(size) for part in parts), sure, strict=False)]
-
-
-def states_of(teacher: OnlineTeacher, text: TargetText) -> tuple[Tensor, Tensor | None]:
-    """Return the target's final states [T, H] and the drafter's features [T, F] on a text; None if it reads none."""
-    signals = signals_of(teacher, [text])
-    return signals.hidden_BTH[0], None if signals.features_BTF is None else signals.features_BTF[0]
 
 
 def signals_of(teacher: OnlineTeacher, texts: list[TargetText]) -> TeacherSignals:
@@ -336,8 +324,7 @@ def _rows(
     targets_N: Tensor,
 ) -> Rows:
     states_ND = entry.hidden_BTD[states_N] if entry.places_N is not None else entry.hidden_BTD[rows_N, states_N]
-    target_NH = signals.hidden_BTH[rows_N, targets_N]
-    p_NV, logits_ND = lm_head(target_NH), entry.head(states_ND)
+    p_NV, logits_ND = lm_head(signals.hidden_BTH[rows_N, targets_N]), entry.head(states_ND)
     known = logits_ND.shape[1] if drafter.shared_vocabulary is None else drafter.shared_vocabulary
     tokens = slice(known) if entry.vocabulary_D is None else entry.vocabulary_D
     if logits_ND.shape == p_NV.shape and entry.vocabulary_D is None and drafter.shared_vocabulary is None:
@@ -347,7 +334,7 @@ def _rows(
         q_NV[:, tokens] = logits_ND[:, :known]
     labels_N = signals.input_ids_BT[rows_N, targets_N + 1]
     sure_N = None if entry.confidence is None else entry.confidence(states_ND).sigmoid()
-    return Rows(p_NV, q_NV, labels_N, target_NH, states_ND, sure_N)
+    return Rows(p_NV, q_NV, labels_N, sure_N)
 
 
 def _along(table_AK: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -168,7 +168,7 @@ class _Alphas:
             setattr(owner, name, value)
         try:
             drafter = unrollable(self._drafter, self._positions, self._texts)
-            tables = agreement_of(signals, self._teacher.lm_head, drafter, [*self._texts], self._positions, [_alpha])
+            tables = agreement_of(signals, self._teacher.lm_head, drafter, [*self._texts], self._positions, _alpha)
         finally:
             for owner, name, value in before:
                 setattr(owner, name, value)

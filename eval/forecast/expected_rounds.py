@@ -4,7 +4,7 @@
     chain, any rule for chains  exact    exact
     confidence                  exact    exact (rejected tails of drafts are assumed to be as long as on the text)
     tree                        exact    exact
-    best-first                  exact    exact, by replay (eval/forecast/replay.py)
+    best-first                  exact    exact, by replay
     sampled-tree                replay   refused
     drafters that retrieve      exact    exact
     policies that learn         refused  refused
@@ -32,23 +32,31 @@ It does not depend on where the draft ends, if the end depends only on earlier t
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
+from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies import BestFirst, Chain, ConfidenceChain, Policy, SampledTree, StaticTree
-from draftsmith.decode.sampling import Sampling
-from draftsmith.decode.sequence import Round
+from draftsmith.decode.sampling import Processors, Sampling
+from draftsmith.decode.sequence import DecodeSequence, Round, Stops
+from draftsmith.decode.target import TransformersTarget
 from draftsmith.errors import DraftsmithError
 from draftsmith.eval.teacher_forced import PositionStats, TargetText
-from draftsmith.heads.base import Drafter, SequenceState
+from draftsmith.heads.base import Context, Drafter
+from draftsmith.heads.draft_tree import ROOT, Parents, path_to
 from draftsmith.heads.retrieval import Hybrid, Retrieval
 from draftsmith.metrics import position_counts
 
-# Shapes: A anchors (committed tokens after which a round may begin), K draft positions.
+# Shapes: A anchors (committed tokens after which a round may begin), K draft positions, B texts, Q tokens of a pass,
+# V vocabulary.
 
 Floats = NDArray[np.float64]
 
@@ -83,24 +91,11 @@ def matched(agree_AK: NDArray[np.bool_]) -> Floats:
     return np.cumprod(agree_AK, 1).astype(np.float64)
 
 
-@dataclass(frozen=True)
-class Walk:
-    """Expected starts of rounds on one text."""
-
-    visits_A: Floats
-    """Expected number of rounds (0 to 1) that are anchored at each committed token."""
-    tested_K: Floats
-    """Expected rounds that accept all positions before draft position k and have a draft token there."""
-    accepted_K: Floats
-
-    @property
-    def rounds(self) -> float:
-        """Expected number of rounds on the whole text, without the prefill."""
-        return float(self.visits_A.sum())
-
-
-def walk(survival_AK: Floats, lengths_A: NDArray[np.int64], offered_AK: Floats) -> Walk:
+def walk(survival_AK: Floats, lengths_A: NDArray[np.int64], offered_AK: Floats) -> tuple[Floats, Floats, Floats]:
     """Propagate rounds from the prefill's token to the end of the text.
+
+    Returns the expected number of rounds (0 to 1) that are anchored at each committed token, [A], the expected rounds
+    that accept all positions before draft position k and have a draft token there, [K], and those that accept it, [K].
 
     Args:
         survival_AK: probability that a round from each anchor accepts at least k + 1 draft tokens of the text.
@@ -124,10 +119,8 @@ def walk(survival_AK: Floats, lengths_A: NDArray[np.int64], offered_AK: Floats) 
         committed = -np.diff(at_least_k, append=0.0)  # exactly 0, 1, ... draft tokens, and one of the target's own
         steps = min(len(committed), left - 1)
         visits_A[anchor + 1 : anchor + 1 + steps] += visited * committed[:steps]
-    return Walk(visits_A, tested_K, accepted_K)
+    return visits_A, tested_K, accepted_K
 
-
-# Shapes: A anchors, K draft positions.
 
 Lengths = NDArray[np.int64]
 DEFAULT_RULE = "block"
@@ -222,13 +215,13 @@ def accepted(
         survival_AK, lengths_A, nodes_A = _with_copies(survival_AK, lengths_A, nodes_A, retrieved)
         offered_AK = np.pad(offered_AK, ((0, 0), (0, survival_AK.shape[1] - offered_AK.shape[1])))
         offered_AK[retrieved.taken_A] = 1.0
-    walked = walk(survival_AK, lengths_A, offered_AK)
+    visits_A, tested_K, accepted_K = walk(survival_AK, lengths_A, offered_AK)
     work: defaultdict[tuple[int, int], float] = defaultdict(float)
     for visits, nodes, length, copied in zip(
-        walked.visits_A, nodes_A, lengths_A, retrieved.taken_A if retrieved else [False] * A, strict=True
+        visits_A, nodes_A, lengths_A, retrieved.taken_A if retrieved else [False] * A, strict=True
     ):
         work[int(nodes), 0 if copied else int(length)] += float(visits)
-    return ExpectedRounds(text.decode_tokens, walked.rounds, work, walked.tested_K, walked.accepted_K)
+    return ExpectedRounds(text.decode_tokens, float(visits_A.sum()), work, tested_K, accepted_K)
 
 
 def _grown(
@@ -289,41 +282,13 @@ def _with_copies(
     )
 
 
-@dataclass
-class _KnownSequence:
-    """A `SequenceState` of a text that no target has read: drafters that copy need its tokens alone."""
-
-    source: list[int]
-    tokens: list[int]
-
-
-@dataclass
-class _KnownContext:
-    texts: Sequence[SequenceState]
-    max_length: int
-    hidden: Tensor | None = None
-
-    @property
-    def last_tokens_B1(self) -> NoReturn:
-        raise AssertionError("drafters that copy run no model")
-
-    def take_features(self, counts: Sequence[int]) -> NoReturn:
-        raise AssertionError("drafters that copy read no features")
-
-    def runner(self, model: nn.Module, *, width: int = 0) -> NoReturn:
-        raise AssertionError("drafters that copy run no model")
-
-    def run(self, module: nn.Module, *inputs: Tensor | int) -> NoReturn:
-        raise AssertionError("drafters that copy run no model")
-
-
 def retrieved(drafter: Drafter, text: TargetText) -> RetrievalStats | None:
     """Return the copies of the drafter after every token of the text; None for a drafter that never copies."""
     if not isinstance(drafter, (Retrieval, Hybrid)):
         return None
     retrieval = drafter.retrieval if isinstance(drafter, Hybrid) else drafter
-    row = _KnownSequence(text.source, text.tokens[: text.prompt_length])
-    retrieval.start(_KnownContext([row], text.max_length))
+    row = SimpleNamespace(source=text.source, tokens=text.tokens[: text.prompt_length])
+    retrieval.start(cast(Context, SimpleNamespace(texts=[row], max_length=text.max_length, hidden=None)))
     taken, lengths, matches = [], [], []
     for anchor in range(text.anchors):
         end = text.prompt_length + anchor + 1
@@ -345,3 +310,75 @@ def of_rounds(text: TargetText, rounds: Sequence[Round]) -> ExpectedRounds:
     tested_K, accepted_K = (np.array(counts, dtype=float) for counts in position_counts(rounds))
     work = dict(Counter((record.drafted, record.depth) for record in rounds))
     return ExpectedRounds(text.decode_tokens, float(len(rounds)), work, tested_K, accepted_K)
+
+
+class KnownTarget(TransformersTarget):
+    """The target, whose p assigns probability 1 to the next token of a known text."""
+
+    def __init__(self, model: PreTrainedModel, known: Sequence[TargetText]) -> None:
+        super().__init__(model)
+        self._known = known
+
+    def prefill(self, texts: Sequence[DecodeSequence], layers: tuple[int, ...] = ()) -> Tensor:
+        self._texts = list(texts)
+        logits_BV = torch.zeros_like(super().prefill(texts, layers))
+        for row, logits_V in enumerate(logits_BV):
+            self._force(logits_V, row, [])
+        return logits_BV
+
+    def verify(self, tokens_BQ: Tensor, shapes: Sequence[Parents]) -> Tensor:
+        logits_BQV = torch.zeros_like(super().verify(tokens_BQ, shapes))
+        for row, tokens in enumerate(tokens_BQ.tolist()):
+            shape = shapes[row if len(shapes) > 1 else 0]
+            for node in range(ROOT, len(shape)):
+                self._force(logits_BQV[row, node + 1], row, [tokens[step + 1] for step in path_to(shape, node)])
+        return logits_BQV
+
+    def _force(self, logits_V: Tensor, row: int, path: list[int]) -> None:
+        """Forbid all tokens but the text's next one after a path of draft tokens, while the path is in the text."""
+        text = self._texts[row]
+        tokens, committed = self._known[text.number].tokens, len(text.tokens)
+        following = committed + len(path)
+        if tokens[committed:following] == path and following < len(tokens):
+            logits_V.fill_(-torch.inf)
+            logits_V[tokens[following]] = 0.0
+
+    def drop(self, rows: list[int]) -> None:
+        self._texts = [self._texts[row] for row in rows]
+        super().drop(rows)
+
+
+@torch.inference_mode()
+def replay(
+    target: PreTrainedModel,
+    drafter: Drafter,
+    policy: Policy,
+    texts: Sequence[TargetText],
+    sampling: Sampling,
+    together: int,
+    done: Callable[..., None] = lambda texts=1: None,
+) -> list[list[Round]]:
+    """Return the rounds in which the decoder would generate each text, `together` texts at a time.
+
+    Only for policies whose draft tokens are chosen, not sampled: their acceptance depends on the target's tokens alone.
+    Seconds and `overlap` of these rounds are meaningless. `done` is called with the number of texts of each batch.
+    """
+    rounds: list[list[Round]] = []
+    for start in range(0, len(texts), together):
+        batch = list(texts[start : start + together])
+        rows = [_row(number, text) for number, text in enumerate(batch)]
+        known, processors = KnownTarget(target, batch), Processors(sampling, texts=len(rows))
+        with closing(known), closing(DecodeLoop(known, drafter, policy, rows, processors)) as loop:
+            loop.prefill()
+            while loop.texts:
+                loop.round()
+        rounds += [row.rounds for row in rows]
+        done(len(rows))
+    return rounds
+
+
+def _row(number: int, text: TargetText) -> DecodeSequence:
+    # A text shorter than its limit ended with an EOS.
+    ends = frozenset(text.tokens[-1:] if len(text.tokens) < text.max_length else [])
+    prompt = text.tokens[: text.prompt_length]
+    return DecodeSequence(prompt, text.max_length, 0, Stops(ends), source=text.source, number=number)

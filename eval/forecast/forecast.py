@@ -17,19 +17,17 @@ from draftsmith.decode.policies import Chain, Policy, default_policy, policy_nam
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.errors import ConfigError
 from draftsmith.eval.baseline import fastest_threads, threads
-from draftsmith.eval.diagnostics import difference_measure, summary
 from draftsmith.eval.forecast.expected_rounds import (
     ExpectedRounds,
     NotPredicted,
     accepted,
     needs_replay,
     of_rounds,
+    replay,
     retrieved,
 )
 from draftsmith.eval.forecast.hardware import costs_parts, depth_of, measure_hardware, pass_costs, timeable
 from draftsmith.eval.forecast.profile import CostModel, ForecastNumbers, numbers
-from draftsmith.eval.forecast.replay import replay
-from draftsmith.eval.results import Diagnostics
 from draftsmith.eval.settings import PairSettings
 from draftsmith.eval.teacher_forced import (
     TOGETHER,
@@ -76,11 +74,6 @@ class BestPolicy(TypedDict):
     """Where it is the target alone: what a round of the nearest drafter costs."""
 
 
-class DrafterDiagnostics(Diagnostics):
-    drafter: str
-    temperature: float
-
-
 @dataclass(frozen=True)
 class ForecastSettings(PairSettings):
     """Settings of a forecast; `policies` are compared with the chains, by default a few trees."""
@@ -100,8 +93,6 @@ class Forecast:
     """One per drafter, temperature and policy, with speeds by batch size."""
     best: list[BestPolicy]
     """One per temperature and batch size."""
-    diagnostics: list[DrafterDiagnostics]
-    """Statistics by draft position (eval/diagnostics.py) of each drafter with logits, at each temperature."""
     hardware: dict[float, CostModel]
     environment: dict[str, Any]
     notes: list[str] = field(default_factory=list)
@@ -114,7 +105,6 @@ class Forecast:
             "schema": SCHEMA,
             "best": self.best,
             "rows": self.rows,
-            "diagnostics": self.diagnostics,
             "hardware": {f"{t:g}": hardware.model_dump(mode="json") for t, hardware in self.hardware.items()},
             "environment": self.environment,
             "settings": asdict(self.settings),
@@ -159,7 +149,6 @@ def forecast(
         settings,
         [row for part in parts for row in part.rows],
         best,
-        [entry for part in parts for entry in part.diagnostics],
         dict(zip(settings.temperatures, (part.hardware for part in parts), strict=True)),
         where,
         [note for part in parts for note in part.notes] + _notes(best, len(prompts)),
@@ -171,7 +160,6 @@ class _Part(NamedTuple):
 
     rows: list[ForecastRow]
     best: list[BestPolicy]
-    diagnostics: list[DrafterDiagnostics]
     hardware: CostModel
     notes: list[str]
 
@@ -219,11 +207,6 @@ def _at(
     return _Part(
         rows,
         [best_of(rows, temperature, batch) for batch in settings.batch_sizes],
-        [
-            {"drafter": name, "temperature": temperature, **summary(drafter.tables)}
-            for name, drafter in predicted.items()
-            if drafter.tables
-        ],
         hardware,
         [f"{name} at T={temperature:g}: {reason}" for name, drafter in predicted.items() for reason in drafter.refused]
         + [f"{UNTIMED} (T={temperature:g})."] * untimed
@@ -267,9 +250,8 @@ def predict(
     if drafter.only_retrieves:
         done(len(texts))
     else:
-        measures = [acceptance_measure(Processors(sampling)), difference_measure(drafter, sampling.temperature)]
         longest = max(depth_of(policy) for policy in policies if policy is not None)
-        tables = agreement(target, drafter, texts, longest, measures, done)
+        tables = agreement(target, drafter, texts, longest, acceptance_measure(Processors(sampling)), done)
     copies = [retrieved(drafter, text) for text in texts]
     plans, planned, refused = [], [], []
     for policy in policies:

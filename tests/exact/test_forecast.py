@@ -80,7 +80,7 @@ class Pair:
                     seen = (*tokens[: root + 1], 5 + k)  # as ToyDrafter tells depths apart
                 label = tokens[root + 1 + k]
                 p_1V, q_1V = self.target.logits(tokens[: root + 1 + k])[None], self.drafter.model.logits(seen)[None]
-                rows = Rows(p_1V, q_1V, torch.tensor([label]), p_1V, q_1V, None)
+                rows = Rows(p_1V, q_1V, torch.tensor([label]), None)
                 for name, value in measure(rows).items():
                     tables[name][anchor, k] = float(value)
         return tables

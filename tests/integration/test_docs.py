@@ -167,7 +167,7 @@ def _require_forecast(target: LlamaForCausalLM, bigram: TrainableDrafter) -> Non
     """Check q of every draft position in the forecast: `unroll` of this drafter returns one state per position."""
     plain, greedy = Processors(Sampling(1.0)), Sampling(0.0)
     (text,) = sample_texts(target, [[5, 6, 7]], greedy, max_new_tokens=12)
-    (table,) = agreement(target, bigram, [text], 3, [acceptance_measure(plain)])
+    (table,) = agreement(target, bigram, [text], 3, acceptance_measure(plain))
     log_q = bigram.lm_head(bigram.table(torch.tensor(text.tokens[:-1]))).detach().log_softmax(-1)
     for position in range(text.prompt_length, len(text.tokens) - 1):
         expected = float(log_q[position, text.tokens[position + 1]])

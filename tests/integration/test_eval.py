@@ -65,7 +65,6 @@ STAGES = [
     "measuring",
     "comparing the target alone with transformers' generate",
     "computing the numbers and their intervals",
-    "with the target by draft position (T=0, 1 of ",
     "drawing and writing the report",
 ]
 

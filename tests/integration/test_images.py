@@ -94,7 +94,6 @@ def test_eval_and_check(target: Path, prompts: Path, tmp_path: Path, capsys: pyt
     out = tmp_path / "eval"
     run("eval", *options, "--batch-size", 2, "--temperature", 0, "--repeats", 1, "--max-new-tokens", 8, "--out", out)
     found = json.loads((out / "eval.json").read_text())
-    assert "No diagnostics by draft position: prompts have images." in found["notes"]
     assert {guard["guard"] for guard in found["guards"]} <= {"slow-baseline"}, "speed depends on the machine"
     assert found["plain"]["identical"] == found["plain"]["prompts"] == 4, "the target alone is `generate` with images"
     cells = [

@@ -141,15 +141,15 @@ def test_the_loss_of_a_step_is_that_of_the_models_own_logits(
 
 
 @pytest.mark.parametrize("name", ["Gemma2ForCausalLM", "Cohere2ForCausalLM", "GraniteForCausalLM"])
-def test_diagnose_and_forecast_read_the_models_own_p(name: str) -> None:
-    """`agreement` gives both commands their p; a draft model has q = p where it is the target itself."""
+def test_forecasts_read_the_models_own_p(name: str) -> None:
+    """A draft model has q = p where it is the target itself."""
     target = target_of(name)
     drafter = HEADS["draft_model"].from_target(target, init="target_layers", num_hidden_layers=4).double().eval()
     for model in (target, drafter.model):  # in transformers 5.17, sdpa does not cap Gemma 2's attention
         model.set_attn_implementation("eager")
     sampling = Sampling(temperature=0.8)
     texts = sample_texts(target, [[5, 9, 33], [7]], sampling, max_new_tokens=8)
-    tables = agreement(target, drafter, texts, 2, [acceptance_measure(Processors(sampling))])
+    tables = agreement(target, drafter, texts, 2, acceptance_measure(Processors(sampling)))
     for text, table in zip(texts, tables, strict=True):
         log_p_TV = (target(torch.tensor([text.tokens])).logits[0] / 0.8).log_softmax(-1)
         for anchor in range(text.anchors):

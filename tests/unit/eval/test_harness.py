@@ -114,17 +114,6 @@ def test_batches_decode_what_each_prompt_gives_alone(
     assert len(run.cells(BASELINE, 0.0, 2)) == 3
 
 
-def test_diagnoses_reach_the_rows_they_belong_to(
-    tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, prompts: list[Prompt]
-) -> None:
-    """As deep as the longest policy, over the tokens of the category's texts, the same for all policies."""
-    settings = replace(SETTINGS, draft_lengths=(1, 2))
-    drafters = {"d": DraftModel(make_llama(seed=1))}
-    found = evaluate(tiny_target, drafters, prompts, settings, tokenizer=tiny_tokenizer, progress=False, diagnose=True)
-    counts = {(row["category"], tuple(at["tokens"] for at in row["diagnostics"]["positions"])) for row in found.rows}
-    assert counts == {("all", (20, 16)), ("c", (15, 12)), ("k", (5, 4))}, "four texts of six tokens, of which one is k"
-
-
 def test_a_run_continues_without_measuring_anything_twice(
     tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, prompts: list[Prompt]
 ) -> None:

@@ -21,10 +21,9 @@ from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.decode.verification import VerifyResult
 from draftsmith.errors import ConfigError
-from draftsmith.eval.forecast.expected_rounds import accepted, of_rounds, retrieved
+from draftsmith.eval.forecast.expected_rounds import accepted, of_rounds, replay, retrieved
 from draftsmith.eval.forecast.forecast import ForecastSettings, candidates, forecast, predict
 from draftsmith.eval.forecast.hardware import depth_of
-from draftsmith.eval.forecast.replay import replay
 from draftsmith.eval.teacher_forced import TargetText, acceptance_measure, agreement, sample_texts, target_text
 from draftsmith.heads import HEADS, DraftModel
 from draftsmith.heads.base import Drafter
@@ -106,7 +105,7 @@ def test_q_of_the_unrolled_states_is_the_decoders(kind: str, target: LlamaForCau
     drafter = make_drafter(kind, target)
     greedy, plain = Sampling(0.0), Processors(Sampling(1.0))
     texts = sample_texts(target, PROMPTS, greedy, max_new_tokens=NEW)
-    tables = agreement(target, drafter, texts, GAMMA, [acceptance_measure(plain)])
+    tables = agreement(target, drafter, texts, GAMMA, acceptance_measure(plain))
     for text, table in zip(texts, tables, strict=True):
         policy = OnTheText(text.tokens)
         row = DecodeSequence(text.tokens[: text.prompt_length], len(text.tokens))
@@ -149,7 +148,7 @@ def test_greedy_rounds_are_the_decoders_own(kind: str, policy: Policy, target: L
     if isinstance(policy, (BestFirst, SampledTree)):
         found = [of_rounds(t, r) for t, r in zip(texts, replay(target, drafter, policy, texts, greedy, 2), strict=True)]
     else:
-        tables = agreement(target, drafter, texts, 3, [acceptance_measure(Processors(greedy))])
+        tables = agreement(target, drafter, texts, 3, acceptance_measure(Processors(greedy)))
         found = [
             accepted(policy, table, text, greedy, reach=drafter.max_draft_length)
             for table, text in zip(tables, texts, strict=True)
@@ -171,7 +170,7 @@ def test_chosen_trees_are_certain_of_a_sampled_text_too(kind: str, policy: Polic
     outs = decoded(target, drafter, policy, sampling)
     texts = [target_text(target, out.prompt_tokens, out.tokens, NEW) for out in outs]
     if isinstance(policy, StaticTree):
-        tables = agreement(target, drafter, texts, 3, [acceptance_measure(Processors(sampling))])
+        tables = agreement(target, drafter, texts, 3, acceptance_measure(Processors(sampling)))
         found = [accepted(policy, *pair, sampling) for pair in zip(tables, texts, strict=True)]
     else:
         found = [
@@ -210,7 +209,7 @@ def test_an_eos_ends_the_rounds() -> None:
     outs = decoded(target, drafter, Chain(3), Sampling(0.0))
     texts = [target_text(target, out.prompt_tokens, out.tokens, NEW) for out in outs]
     assert any(len(text.tokens) < text.max_length for text in texts)
-    tables = agreement(target, drafter, texts, 3, [acceptance_measure(Processors(Sampling(0.0)))])
+    tables = agreement(target, drafter, texts, 3, acceptance_measure(Processors(Sampling(0.0))))
     for table, text, out in zip(tables, texts, outs, strict=True):
         assert accepted(Chain(3), table, text, Sampling(0.0)).rounds == len(out.rounds)
     replayed = replay(target, drafter, BestFirst(4, 3), texts, Sampling(0.0), 3)
@@ -225,7 +224,7 @@ def test_sampled_rounds_of_a_real_pair_are_those_expected(target: LlamaForCausal
     outs = decoder.generate_batch(PROMPTS * 150, max_new_tokens=12, temperature=0.5)
     texts = [target_text(target, out.prompt_tokens, out.tokens, 12) for out in outs]
     pairs = list(
-        zip(agreement(target, drafter, texts, 5, [acceptance_measure(Processors(sampling))]), texts, strict=True)
+        zip(agreement(target, drafter, texts, 5, acceptance_measure(Processors(sampling))), texts, strict=True)
     )
     block, token = (
         np.array([accepted(Chain(5), *pair, sampling, rule).rounds for pair in pairs]) for rule in ("block", "token")
@@ -246,7 +245,7 @@ def test_encoder_decoder_pairs() -> None:
     target.generation_config.eos_token_id = None
     outs = SpeculativeDecoder(target, drafter, draft_length=2).generate_batch(PROMPTS, max_new_tokens=NEW)
     texts = [target_text(target, out.prompt_tokens, out.tokens, NEW) for out in outs]
-    tables = agreement(target, drafter, texts, 2, [acceptance_measure(Processors(Sampling(0.0)))])
+    tables = agreement(target, drafter, texts, 2, acceptance_measure(Processors(Sampling(0.0))))
     found = [accepted(Chain(2), *pair, Sampling(0.0)).rounds for pair in zip(tables, texts, strict=True)]
     assert found == [len(out.rounds) for out in outs]
     replayed = replay(target, drafter, BestFirst(4, 2), texts, Sampling(0.0), 3)
