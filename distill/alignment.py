@@ -1,10 +1,4 @@
-"""Target and drafter at the tokens of the draft positions, as rows of log-probabilities of the same events.
-
-If the target's hidden states are known, the events are the tokens of the drafter's vocabulary. If a file holds only the
-target's most likely tokens, the events are these and a tail, 'any other token'. Merging events hides differences inside
-the tail: by the data-processing inequality every divergence is then a lower bound of the full one, and alpha an upper
-bound.
-"""
+"""Target and drafter at the tokens of the draft positions, as rows of log-probabilities over the draft vocabulary."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,23 +11,11 @@ from draftsmith.distill.fused_kl import TargetRows
 from draftsmith.heads.base import DraftStates, TeacherSignals
 
 # Shapes: B texts, T positions, X = B * T, N tokens or positions, n tokens of a chunk, V vocabulary, D draft vocabulary
-# or drafter hidden size, H target hidden size, E events or known tokens.
+# or drafter hidden size, H target hidden size.
 
 LmHead = Callable[[Tensor], Tensor]
 ROWS = 64
 """See `logits_of`."""
-NOTHING = -1e30
-"""Log-probability of an impossible event; finite, so that the difference of two of them is zero and not nan."""
-LEAST_TAIL = torch.finfo(torch.float32).eps
-"""Probability of the tail if those of the known tokens add up to 1 within rounding."""
-
-
-class TopTokens(NamedTuple):
-    """The tokens of each position whose log-probability is known."""
-
-    ids_NE: Tensor
-    """-1 for none."""
-    log_NE: Tensor
 
 
 class Normalizers(NamedTuple):
@@ -47,21 +29,18 @@ class Normalizers(NamedTuple):
 
 @dataclass(frozen=True)
 class TeacherOutput:
-    """The target at N positions: its final hidden states, or only its most likely tokens."""
+    """The target at N positions."""
 
     hidden_NH: Tensor
-    """[N, 0] if `top` is given."""
     labels_N: Tensor
     """The text's next token, -1 if there is none."""
-    top: TopTokens | None = None
     normalizers: Normalizers | None = None
     """Stored ones, at temperature 1."""
 
     def at(self, place: slice | Tensor) -> "TeacherOutput":
         """Return the output at a part of the positions."""
-        top = None if self.top is None else TopTokens(*(part[place] for part in self.top))
         stored = None if self.normalizers is None else Normalizers(*(part[place] for part in self.normalizers))
-        return TeacherOutput(self.hidden_NH[place], self.labels_N[place], top, stored)
+        return TeacherOutput(self.hidden_NH[place], self.labels_N[place], stored)
 
 
 @dataclass(frozen=True)
@@ -108,12 +87,10 @@ def align(unrolled: Sequence[DraftStates], signals: TeacherSignals) -> Aligned:
     ]
     next_BT = signals.input_ids_BT.where(signals.attention_mask_BT.bool(), -1)[:, 1:]
     labels_BT = nn.functional.pad(next_BT, (0, 1), value=-1)
-    taught_BT, top, stored = taught_X.view(-1, T), None, None
-    if signals.top_ids_BTE is not None and signals.top_log_BTE is not None:
-        top = TopTokens(signals.top_ids_BTE[taught_BT], signals.top_log_BTE[taught_BT])
+    taught_BT, stored = taught_X.view(-1, T), None
     if signals.log_sum_BT is not None and signals.argmax_BT is not None:
         stored = Normalizers(signals.log_sum_BT[taught_BT], signals.argmax_BT[taught_BT])
-    return Aligned(positions, TeacherOutput(signals.hidden_BTH[taught_BT], labels_BT[taught_BT], top, stored))
+    return Aligned(positions, TeacherOutput(signals.hidden_BTH[taught_BT], labels_BT[taught_BT], stored))
 
 
 def _trained(entry: DraftStates, signals: TeacherSignals) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -146,12 +123,10 @@ def _grid(entry: DraftStates, signals: TeacherSignals) -> torch.Size:
 class Rows(NamedTuple):
     """Log-probabilities at one temperature."""
 
-    p_log_NE: Tensor
+    p_log_ND: Tensor
     """The target's, not renormalised: over a part of the vocabulary the probabilities do not add up to 1."""
-    q_log_NE: Tensor
-    """The drafter's, for the same events."""
     q_log_ND: Tensor
-    """The drafter's, for its whole vocabulary."""
+    """The drafter's."""
 
 
 class TargetChunk:
@@ -179,10 +154,7 @@ class TargetChunk:
         self.known, self._vocabulary_D = known, vocabulary_D
         self._p_log: dict[float, Tensor] = {}
         self._p: TargetRows | None = None
-        if known.top is not None:
-            best_N1 = known.top.log_NE.where(known.top.ids_NE >= 0, -torch.inf).argmax(-1, keepdim=True)
-            argmax_N = known.top.ids_NE.gather(-1, best_N1)[:, 0]
-        elif draft_head is not None and known.normalizers is not None:
+        if draft_head is not None and known.normalizers is not None:
             log_sum_N, argmax_N = known.normalizers
             p_log_ND = at_least_float32(logits_of(draft_head, known.hidden_NH))
             self._p_log[temperatures[0]] = p_log_ND - log_sum_N[:, None].to(p_log_ND.dtype)
@@ -192,7 +164,7 @@ class TargetChunk:
             for temperature in temperatures:
                 p_log_NV = _tempered(p_NV, temperature).log_softmax(-1)
                 self._p_log[temperature] = p_log_NV if vocabulary_D is None else p_log_NV[:, vocabulary_D]
-        if fused and known.top is None:
+        if fused:
             self._p = TargetRows.of(self._p_log.pop(temperatures[0]), whole=vocabulary_D is None)
         self._argmax_N = draft_rows(argmax_N, vocabulary_D)
 
@@ -202,7 +174,7 @@ class TargetChunk:
         pick: Callable[[Tensor], Tensor] = (lambda x: x) if whole else (lambda x: x[rows_n])
         p = self._p if whole or self._p is None else self._p.at(rows_n)
         known = self.known if whole else self.known.at(rows_n)
-        p_log = {temperature: pick(p_log_NE) for temperature, p_log_NE in self._p_log.items()}
+        p_log = {temperature: pick(p_log_ND) for temperature, p_log_ND in self._p_log.items()}
         return Compared(pick(self._argmax_N), p_log, p, logits_of(entry.head, student_nD), known, self._vocabulary_D)
 
 
@@ -212,8 +184,8 @@ class Compared:
 
     target_argmax_N: Tensor
     """The target's most likely token as a row of the drafter's vocabulary; -1 if it is not in there."""
-    p_log_NE: Mapping[float, Tensor]
-    """The target's log-probabilities by temperature; empty if only the `top` tokens are known, and with `p`."""
+    p_log_ND: Mapping[float, Tensor]
+    """The target's log-probabilities by temperature; empty with `p`."""
     p: TargetRows | None
     q_ND: Tensor
     """The drafter's logits, before a temperature is applied, in the dtype of its head."""
@@ -221,12 +193,8 @@ class Compared:
     vocabulary_D: Tensor | None
 
     def at(self, temperature: float) -> Rows:
-        """Return the rows at a temperature, over the drafter's vocabulary or over the known tokens and the tail."""
-        q_log_ND = _tempered(at_least_float32(self.q_ND), temperature).log_softmax(-1)
-        if self.known.top is not None:
-            assert temperature == 1, "the probability of the tail is known at temperature 1 only"
-            return Rows(*known_and_tail(self.known.top, q_log_ND, self.vocabulary_D), q_log_ND)
-        return Rows(self.p_log_NE[temperature], q_log_ND, q_log_ND)
+        """Return the rows at a temperature."""
+        return Rows(self.p_log_ND[temperature], _tempered(at_least_float32(self.q_ND), temperature).log_softmax(-1))
 
 
 def logits_of(head: LmHead, states_NH: Tensor) -> Tensor:
@@ -243,29 +211,6 @@ def logits_of(head: LmHead, states_NH: Tensor) -> Tensor:
 def _tempered(logits: Tensor, temperature: float) -> Tensor:
     """Divide logits by the temperature; at 1 return them without a copy."""
     return logits if temperature == 1 else logits / temperature
-
-
-def known_and_tail(top: TopTokens, q_log_ND: Tensor, vocabulary_D: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return (p, q) as log-probabilities [N, E + 1] of the known tokens and, last, of any other token.
-
-    p of the tail is the probability that the known tokens leave, q of the tail the sum over the drafter's other tokens.
-    Known tokens that are not in the drafter's vocabulary are no events: their probability is missing from p.
-    """
-    N, D = q_log_ND.shape
-    with torch.no_grad():
-        top_log_NE = at_least_float32(top.log_NE).where(top.ids_NE >= 0, -torch.inf)
-        rows_NE = draft_rows(top.ids_NE, vocabulary_D)
-        event_NE = (rows_NE >= 0) & (top_log_NE > NOTHING)
-        # Column D takes the entries that are no events.
-        merged_ND = torch.ones(N, D + 1, dtype=torch.bool, device=q_log_ND.device)
-        merged_ND = merged_ND.scatter(-1, rows_NE.where(event_NE, D), False)[:, :D]
-        tail_N1 = -torch.expm1(top_log_NE.logsumexp(-1, keepdim=True))
-        tail_N1 = tail_N1.clamp_min(LEAST_TAIL).log().where(merged_ND.any(-1, keepdim=True), NOTHING)
-        p_log_NE = torch.cat([top_log_NE.where(event_NE, NOTHING), tail_N1], -1).to(q_log_ND.dtype)
-    # A sum over the other tokens: 1 minus the known ones would lose all digits of a small tail.
-    q_tail_N1 = q_log_ND.masked_fill(~merged_ND, NOTHING).logsumexp(-1, keepdim=True)
-    q_known_NE = q_log_ND.gather(-1, rows_NE.clamp_min(0)).where(event_NE, NOTHING)
-    return p_log_NE, torch.cat([q_known_NE, q_tail_N1], -1)
 
 
 def draft_rows(ids: Tensor, vocabulary_D: Tensor | None) -> Tensor:

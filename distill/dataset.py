@@ -285,16 +285,12 @@ def length_statistics(rows: Dataset) -> LengthStatistics:
     return LengthStatistics(len(lengths), sum(lengths), trained, p5, p50, p95, lengths[-1])
 
 
-KNOWN = ("top_ids", "top_logprobs")
-"""Columns with one entry for each trained token, from a file of log-probabilities."""
 AT_ONCE = 1000
 """Packed rows that are converted from Python lists at a time; lists take several times the memory of columns."""
 
 
 def pack(rows: Dataset, width: int) -> Dataset:
     """Return rows of at most `width` tokens: `input_ids`, `spans`, and `documents`, the lengths of the samples in each.
-
-    `top_ids` and `top_logprobs`, if there are any, keep the order of the trained tokens.
 
     Best-fit decreasing: samples are placed, longest first, into the fullest row that has room for them. A sample that
     is longer than `width` has a row of its own.
@@ -319,26 +315,22 @@ def pack(rows: Dataset, width: int) -> Dataset:
         if not left:
             insort(rooms, room - length)
         left.append(place)
-    known = [name for name in KNOWN if name in rows.column_names]
-    features = Features({name: rows.features[name] for name in ("input_ids", "spans", *known)})
-    features["documents"] = List(Value("int64"))
+    features = Features({name: FEATURES[name] for name in ("input_ids", "spans")} | {"documents": List(Value("int64"))})
     # Not `from_generator`: its cache on disk would not notice a change of this code.
     parts = [
-        Dataset.from_list(list(_rows(rows, bins[start : start + AT_ONCE], known)), features=features)
+        Dataset.from_list(list(_rows(rows, bins[start : start + AT_ONCE])), features=features)
         for start in range(0, len(bins), AT_ONCE)
     ]
     return concatenate_datasets(parts)
 
 
-def _rows(rows: Dataset, bins: list[list[int]], known: list[str]) -> Iterator[dict[str, Any]]:
+def _rows(rows: Dataset, bins: list[list[int]]) -> Iterator[dict[str, Any]]:
     for indices in bins:
-        packed: dict[str, list[Any]] = {name: [] for name in ("input_ids", "spans", "documents", *known)}
+        packed: dict[str, list[Any]] = {name: [] for name in ("input_ids", "spans", "documents")}
         for index in indices:
             begin, row = len(packed["input_ids"]), rows[index]
             packed["input_ids"] += row["input_ids"]
             packed["documents"].append(len(row["input_ids"]))
             # The first token of a document has no token before it to be predicted from.
             packed["spans"] += [[begin + max(1, start), begin + end] for start, end in row["spans"] if end > 1]
-            for name in known:
-                packed[name] += row[name]
         yield packed

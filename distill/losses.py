@@ -76,14 +76,12 @@ def cross_entropy(rows_N: Tensor, q_log_ND: Tensor) -> Tensor:
 
 
 class LossInputs(NamedTuple):
-    """Inputs of a loss for N tokens of one draft position. Shapes: E events, D draft vocabulary."""
+    """Inputs of a loss for N tokens of one draft position."""
 
-    p_log_NE: Tensor
-    """The target's log-probabilities of the drafter's vocabulary, or of the known tokens and the tail."""
-    q_log_NE: Tensor
-    """The drafter's log-probabilities of the same events."""
+    p_log_ND: Tensor
+    """The target's log-probabilities of the drafter's vocabulary."""
     q_log_ND: Tensor
-    """The drafter's log-probabilities of its vocabulary."""
+    """The drafter's."""
     argmax_N: Tensor
     """The target's most likely token as a row of that vocabulary; -1 if it is not in there."""
     label_N: Tensor
@@ -99,7 +97,7 @@ ETA = 3.0
 def lk_lambda(of: LossInputs) -> Tensor:
     """Return lambda KL + (1 - lambda) TV, lambda = exp(-ETA alpha), per token [N] (LK losses: arXiv:2602.23881)."""
     share = math.exp(-ETA * of.alpha)
-    kl_N, tv_N = forward_kl(of.p_log_NE, of.q_log_NE), total_variation(of.p_log_NE, of.q_log_NE)
+    kl_N, tv_N = forward_kl(of.p_log_ND, of.q_log_ND), total_variation(of.p_log_ND, of.q_log_ND)
     return share * kl_N + (1 - share) * tv_N
 
 
@@ -117,11 +115,11 @@ def _tiny(values: Tensor) -> float:
 
 ACCEPTED_LENGTH = "accepted_length"
 LOSSES: dict[str, Callable[[LossInputs], Tensor]] = {
-    "kl": lambda of: forward_kl(of.p_log_NE, of.q_log_NE),
-    "reverse_kl": lambda of: reverse_kl(of.p_log_NE, of.q_log_NE),
-    "js": lambda of: jensen_shannon(of.p_log_NE, of.q_log_NE),
-    "tv": lambda of: total_variation(of.p_log_NE, of.q_log_NE),
-    "lk_alpha": lambda of: lk_alpha(of.p_log_NE, of.q_log_NE),
+    "kl": lambda of: forward_kl(of.p_log_ND, of.q_log_ND),
+    "reverse_kl": lambda of: reverse_kl(of.p_log_ND, of.q_log_ND),
+    "js": lambda of: jensen_shannon(of.p_log_ND, of.q_log_ND),
+    "tv": lambda of: total_variation(of.p_log_ND, of.q_log_ND),
+    "lk_alpha": lambda of: lk_alpha(of.p_log_ND, of.q_log_ND),
     "ce": lambda of: cross_entropy(of.argmax_N, of.q_log_ND),
     "label": lambda of: cross_entropy(of.label_N, of.q_log_ND),
     "lk_lambda": lk_lambda,

@@ -38,11 +38,10 @@ from draftsmith.distill.losses import (
     overlap,
     top_k_cross_entropy,
 )
-from draftsmith.errors import ConfigError
 from draftsmith.heads.base import DraftStates, TeacherSignals
 from draftsmith.heads.lm_head import draft_rows_of
 
-# Shapes: N tokens, n tokens of a chunk, K draft positions, D draft vocabulary or drafter hidden size, E events.
+# Shapes: N tokens, n tokens of a chunk, K draft positions, D draft vocabulary or drafter hidden size.
 
 
 class Part(NamedTuple):
@@ -131,9 +130,6 @@ class Objective:
     kl, reverse_kl, js, tv, lk_alpha, lk_lambda, ce   see `LOSSES` in `distill/losses.py`
     label             -log q of the text's next token, independent of the target
     accepted_length   -(E[tau] - 1) = -sum_k prod_{i<=k} alpha_i over the positions of one draft
-
-    With a teacher that knows only the most likely tokens, divergences are lower bounds and alpha is an upper bound, see
-    `distill/alignment.py`; `ce` and `label` are exact.
     """
 
     kind: str = "kl"
@@ -173,8 +169,6 @@ class Objective:
 
         `last_alpha`: alpha of each position over the last global batch, for lk_lambda; None in the first step.
         """
-        if signals.top_ids_BTE is not None:
-            self.require_usable("logprobs")
         aligned = align(unrolled, signals)
         weights = self._draft_weights(aligned)
         sums = _Sums.of(aligned)
@@ -184,19 +178,6 @@ class Objective:
         if weights is not None:
             loss = loss + weights.constant()
         return AgreementSums(loss, torch.stack(sums.alpha), torch.stack(sums.match), sums.count_K)
-
-    def require_usable(self, teacher: str) -> None:
-        """Check that a teacher of this kind (`teacher.kind`) provides what the terms need; else raise ConfigError."""
-        if teacher != "logprobs":
-            return
-        temperature = next((value for value in self.temperatures if value != 1), 1.0)
-        for key, value, expected in (
-            ("temperature", temperature, "1, since the unknown tokens' probability is known at temperature 1 only"),
-            ("top_k_weight", self.top_k_weight, "0, since the file may hold fewer tokens; 'kl' uses all that it holds"),
-            ("feature_weight", self.feature_weight, "0, since the file holds no hidden states of the target"),
-        ):
-            if value != float(expected[0]):
-                raise ConfigError(f"objective.{key}={value} with teacher.kind='logprobs'; expected {expected}")
 
     def _position_weight(self, k: int) -> float:
         if not self.position_weights:
@@ -229,7 +210,7 @@ class Objective:
         for number in range(len(chunks) + ahead):
             if number < len(chunks):
                 known, tokens = chunks[number]
-                fused = self._is_plain_kl and weights is None and known.top is None
+                fused = self._is_plain_kl and weights is None
                 target = TargetChunk(
                     known, lm_head, self.temperatures, vocabulary_D, draft_head=draft_head, fused=fused
                 )
@@ -263,10 +244,10 @@ class Objective:
         """Record how far the tokens of a chunk agree; the weights follow from it."""
         for some in tokens:
             compared = target.compare(some.position.student_ND[some.place], some.rows_n, some.position.entry)
-            p_log_NE, q_log_NE, q_log_ND = compared.at(self.temperatures[0])
+            p_log_ND, q_log_ND = compared.at(self.temperatures[0])
             argmax_N = compared.target_argmax_N
             likelihood_N = torch.where(argmax_N >= 0, (-cross_entropy(argmax_N, q_log_ND)).exp(), 0.0)
-            weights.record(some.k, some.place, overlap(p_log_NE, q_log_NE), likelihood_N)
+            weights.record(some.k, some.place, overlap(p_log_ND, q_log_ND), likelihood_N)
 
     def _loss(
         self,
@@ -312,9 +293,9 @@ class Objective:
             terms_N = self._terms(rows, compared.target_argmax_N, label_rows_N, last_alpha)
             loss_N = loss_N + terms_N / len(self.temperatures)
         if self.top_k_weight:
-            loss_N = loss_N + self.top_k_weight * top_k_cross_entropy(first.p_log_NE, first.q_log_NE, self.top_k)
+            loss_N = loss_N + self.top_k_weight * top_k_cross_entropy(*first, self.top_k)
         with torch.set_grad_enabled(differentiable):
-            return loss_N, overlap(first.p_log_NE, first.q_log_NE)
+            return loss_N, overlap(*first)
 
     def _terms(self, rows: Rows, target_argmax_N: Tensor, label_rows_N: Tensor, last_alpha: float) -> Tensor:
         """Return the weighted terms [N]."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from draftsmith.heads.read_positions import SequencePart
 
 # Shapes: B texts, T positions, S source positions, H target hidden size, F size of the target's features per position,
-# D drafter hidden size, n draft nodes, K draft positions, V vocabulary, E tokens whose probability is known.
+# D drafter hidden size, n draft nodes, K draft positions, V vocabulary.
 
 FINAL = -1
 """In `Needs.layers`: the final hidden state, which is the output of the last norm and the input of the lm_head."""
@@ -219,10 +219,6 @@ class TeacherSignals:
     documents_BT: Tensor | None = None
     """The document of its row that each position belongs to, counted from 0; padding on the right is one more
     document. None where every row is one document. Attention stays inside documents, and positions restart in each."""
-    top_ids_BTE: Tensor | None = None
-    """Without hidden states (`hidden_BTH` is [B, T, 0]): the tokens t + 1 with known probability, -1 for none."""
-    top_log_BTE: Tensor | None = None
-    """Their log-probabilities."""
     log_sum_BT: Tensor | None = None
     """Logarithm of the sum of the exponentials of all of the target's logits, where a cache stores it."""
     argmax_BT: Tensor | None = None

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from draftsmith.heads.base import DraftStates, TeacherSignals
 
 B, T, H, D, V = 3, 11, 8, 6, 13
-ETA, LAST_ALPHA = 3.0, [0.3, 0.6]
+LAST_ALPHA = [0.3, 0.6]
 
 
 def random_signals(generator: torch.Generator) -> TeacherSignals:
@@ -24,7 +24,7 @@ def plain_loss(kind: str, p_logits: Tensor, q_logits: Tensor, k: int = 0, label:
     p, q = p_logits.softmax(-1), q_logits.softmax(-1)
     m = (p + q) / 2
     kl, tv = (p * (p.log() - q.log())).sum(), (p - q).abs().sum() / 2
-    share = math.exp(-ETA * LAST_ALPHA[k])
+    share = math.exp(-3 * LAST_ALPHA[k])
     return {
         "kl": kl,
         "reverse_kl": (q * (q.log() - p.log())).sum(),

@@ -269,10 +269,6 @@ def make_teacher(context: RunContext, target: PreTrainedModel, drafter: Drafter,
         ConfigError: for an engine's states that are not the target's.
     """
     recipe, accelerator, console, rows = context.recipe, context.accelerator, context.console, data.rows
-    if recipe.teacher.kind == "logprobs":
-        from draftsmith.distill.logprob_teacher import LogprobTeacher
-
-        return LogprobTeacher(target, rows)
     online, settings = OnlineTeacher(target, drafter.needs.layers), recipe.teacher
     if settings.kind == "online":
         shared = recipe.train.sequence_parallel > 1  # a group of tensor parallelism reads one text anyway

@@ -65,40 +65,27 @@ class TrainingData:
         return len(self.rows) - self.validation
 
 
-class TeacherFiles(NamedTuple):
-    """Rows and states that are read from the recipe's `teacher.file`."""
+def teacher_files(context: RunContext, target: LoadedTarget, file: str) -> tuple[Dataset | None, "StateFiles"]:
+    """Return the rows (`input_ids`, `spans`) of `teacher.file`, None for texts in data.prompts, and its states.
 
-    rows: Dataset | None
-    """`input_ids` and `spans`, used instead of data.prompts; None for states of texts in data.prompts."""
-    states: "StateFiles | None"
-    """None for log-probabilities, which are in the rows."""
-
-
-def teacher_files(context: RunContext, chat: Chat, target: LoadedTarget) -> TeacherFiles:
-    """Read the recipe's `teacher.file`; a ConfigError where nothing in it can be trained on."""
-    recipe, say = context.recipe, context.console.say
-    file = recipe.teacher.file
-    assert file is not None, "the recipe refuses teachers of files without one"
-    if recipe.teacher.kind == "logprobs":
-        from draftsmith.distill.logprob_teacher import logprob_rows
-
-        with context.accelerator.main_process_first():
-            rows = logprob_rows(file, target.tokenizer, say, chat)
-        return TeacherFiles(_fitting(context, target, rows), None)
+    Raises:
+        ConfigError: where nothing in it can be trained on.
+    """
     from draftsmith.distill.state_files import StateFiles
 
+    recipe, say = context.recipe, context.console.say
     say(f"teacher: reading {file}")
     vocab_size, hidden_size = weight_of(target.model.get_output_embeddings()).shape
     states = StateFiles(file, vocab_size, hidden_size, say)
     rows = states.trained_rows()
     if rows is not None:
-        return TeacherFiles(_fitting(context, target, rows), states)
+        return _fitting(context, target, rows), states
     if recipe.data.response != "text":
         raise ConfigError(
             f"data.response={recipe.data.response!r} with teacher.kind='files', whose files do not say which tokens "
             "are answers; expected 'text', and the same conversations in data.prompts"
         )
-    return TeacherFiles(None, states)
+    return None, states
 
 
 def _fitting(context: RunContext, target: LoadedTarget, rows: Dataset) -> Dataset:
@@ -143,7 +130,7 @@ def prepare_data(context: RunContext, target: LoadedTarget, drafter: Drafter) ->
     chat = chat_of(data, target)
     states: StateFiles | None = None
     if recipe.teacher.file is not None:
-        rows, states = teacher_files(context, chat, target)
+        rows, states = teacher_files(context, target, recipe.teacher.file)
         if rows is not None:
             return replace(_of_file(context, chat, target, rows), states=states)
     if data.prompts == SELF:

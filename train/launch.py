@@ -80,7 +80,7 @@ def preflight(recipe: Recipe, *, training: bool) -> None:
         require_quantization(recipe.target.quantization, recipe.target.dtype)
     if recipe.data.chat_template is not None:
         template_text(recipe.data.chat_template)
-    for source in (recipe.data.prompts if recipe.teacher.kind != "logprobs" else None, recipe.evaluation.prompts):
+    for source in (recipe.data.prompts, recipe.evaluation.prompts):
         if source not in (None, EMBEDDED, SELF):
             _require_readable(source)
 

@@ -59,8 +59,6 @@ REMOVED = {
 }
 """Keys of earlier versions, `section.key` or `drafter.key`, with the value that holds now. Recipes in runs, checkpoints
 and drafters may have them with this value alone."""
-OF_FILES = {"files": "a folder of hidden states", "logprobs": "a file of answers with logprobs"}
-"""Teachers that read `teacher.file`, and what it is."""
 
 
 class Recipe(Section):
@@ -106,7 +104,7 @@ class Recipe(Section):
             raise ConfigError(f"data.refresh_every={data.refresh_every} with {why}; expected null")
         reasons = {
             "response='text', whose responses are in the file": from_file,
-            f"teacher.kind={self.teacher.kind!r}, whose responses are in its file": self.teacher.kind in OF_FILES,
+            "teacher.kind='files', whose responses are in its file": self.teacher.kind == "files",
             "temperature=0, which gives the same text again": data.temperature == 0,
         }
         if data.responses > 1:
@@ -120,7 +118,7 @@ class Recipe(Section):
         data = self.data
         reasons = {
             "data.response='text', whose responses are in the file": data.answered,
-            f"teacher.kind={self.teacher.kind!r}, whose responses are in its file": self.teacher.kind in OF_FILES,
+            "teacher.kind='files', whose responses are in its file": self.teacher.kind == "files",
             "data.refresh_every, which samples with the current drafter": data.refresh_every is not None,
             "data.drafter_share, which samples from the drafter": data.drafter_share > 0,
         }
@@ -147,19 +145,10 @@ class Recipe(Section):
             raise ConfigError(f"teacher.kind={kind!r} with data.refresh_every; expected 'online'")
         if self.cotrain is not None and kind != "online":
             raise ConfigError(f"teacher.kind={kind!r} with cotrain; expected 'online': the target changes")
-        if kind not in OF_FILES and file is not None:
-            raise ConfigError(f"teacher.file={file} with teacher.kind={kind!r}; expected 'files' or 'logprobs'")
-        if kind in OF_FILES and file is None:
-            raise ConfigError(f"teacher.kind={kind!r} without teacher.file; expected {OF_FILES[kind]}")
-        if kind != "logprobs":
-            return
-        # Imported here: parsing other recipes does not need torch.
-        from draftsmith.distill.logprob_teacher import require_reads_text_alone
-        from draftsmith.distill.objective import Objective
-        from draftsmith.heads import HEADS
-
-        require_reads_text_alone(HEADS[self.drafter.type])
-        Objective(**self.objective_options(draft_length=1)).require_usable(kind)
+        if kind != "files" and file is not None:
+            raise ConfigError(f"teacher.file={file} with teacher.kind={kind!r}; expected 'files'")
+        if kind == "files" and file is None:
+            raise ConfigError("teacher.kind='files' without teacher.file; expected a folder of hidden states")
 
     def _check_placement(self) -> None:
         target, teacher, size = self.target, self.teacher.kind, self.train.sequence_parallel
@@ -174,7 +163,7 @@ class Recipe(Section):
         if parts > 1:
             _exclude(f"target.tensor_parallel={parts}", {**placed, **others})
         if kind is not None:
-            reasons = {f"target.tensor_parallel={parts}": parts > 1, f"teacher.kind={teacher!r}": teacher in OF_FILES}
+            reasons = {f"target.tensor_parallel={parts}": parts > 1, f"teacher.kind={teacher!r}": teacher == "files"}
             _exclude(f"target.quantization={kind}", {**placed, **others, **reasons})
         if size > 1:
             unequal = {f"target.tensor_parallel={parts}, another number": parts not in (1, size)}
@@ -198,8 +187,6 @@ class Recipe(Section):
         """Raise ConfigError for a target, prompts, a teacher's file or a chat template that does not exist."""
         check_target_name(self.target.model, "target.model")
         prompts = {"data.prompts": self.data.prompts, "evaluation.prompts": self.evaluation.prompts}
-        if self.teacher.kind == "logprobs":
-            prompts |= {"data.prompts": None, "teacher.file": self.teacher.file}
         for key, name in prompts.items():
             if name not in (None, SELF):
                 check_prompts_name(name, key)

@@ -45,14 +45,12 @@ class TargetSection(Section):
 
 
 class TeacherSection(Section):
-    kind: Literal["online", "cached", "files", "logprobs"] = "online"
+    kind: Literal["online", "cached", "files"] = "online"
     """'online' runs the target in every step. 'cached' runs it over the data once and stores its hidden states on disk,
-    which pays off from the second epoch. 'files' reads hidden states that an engine wrote into the folder `file`.
-    'logprobs' reads responses and the most likely tokens at each position from `file`; for draft models only."""
+    which pays off from the second epoch. 'files' reads hidden states that an engine wrote into the folder `file`."""
     file: str | None = None
-    """For 'files': a folder of vLLM's, speculators' or SpecForge's states, see distill/state_files.py. For 'logprobs':
-    JSON lines as OpenAI's API and vLLM write them, see distill/logprob_teacher.py; used instead of data.prompts, as are
-    SpecForge's files."""
+    """For 'files': a folder of vLLM's, speculators' or SpecForge's states, see distill/state_files.py. SpecForge's are
+    used instead of data.prompts."""
     dtype: Literal["float32", "bfloat16", "float8"] = "bfloat16"
     """Dtype of the cached states."""
     shard_rows: Count = 256

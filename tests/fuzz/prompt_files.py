@@ -16,21 +16,6 @@ CHAT: dict[str, Any] = {
 SHARED: dict[str, Any] = {"conversations": [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "cd"}]}
 TURNS: dict[str, Any] = {"turns": ["ab", "cd"], "question_id": 3}
 KEPT: dict[str, Any] = {"prompt": "ab", "input_ids": [2, 3, 4, 5], "spans": [[2, 4]]}
-LOGGED: dict[str, Any] = {
-    "prompt": "ab",
-    "finish_reason": "stop",
-    "logprobs": {
-        "tokens": ["c", "d"],
-        "token_logprobs": [-0.1, -0.2],
-        "top_logprobs": [{"c": -0.1, "e": -3}, {"d": -0.2}],
-    },
-}
-TOPS: dict[str, Any] = {
-    "input_ids": [2, 3, 4, 5],
-    "prompt_length": 2,
-    "top_ids": [[4, 6], [5, 7]],
-    "top_logprobs": [[-0.1, -3.0], [-0.2, -2.5]],
-}
 LINE_TRAPS = [
     *("[" * 100_000, '{"prompt": "\\ud800"}', '{"prompt": ""}', "3", "null", "[]", "{}"),
     *('{"prompt": ' + "1" * 5000 + "}", '{"messages": [{"from": [], "value": []}]}', "NaN", '{"a": NaN}'),
@@ -43,7 +28,7 @@ def prompt_rows(draw: st.DrawFn) -> bytes:
     """A JSON lines file whose last row is whole."""
     lines = []
     for _ in range(draw(st.integers(1, 2))):
-        row = draw(st.sampled_from([ROW, CHAT, SHARED, TURNS, KEPT, LOGGED, TOPS]))
+        row = draw(st.sampled_from([ROW, CHAT, SHARED, TURNS, KEPT]))
         damaged = changed(row, 3).map(as_json), st.sampled_from(LINE_TRAPS).map(encoded)
         lines.append(draw(st.one_of(st.just(row).map(as_json), *damaged)))
     whole = b"\n".join([*lines, as_json(ROW)])
@@ -65,7 +50,6 @@ def prompts_cases(draw: st.DrawFn, material: Material) -> Case:
                 ["eval", *pair, "--max-new-tokens", "2", "--repeats", "1", "--out", "out"],
                 ["train", "r.yaml", "data.prompts=p.jsonl", "data.response=text", "train.steps=1"],
                 ["train", "r.yaml", "data.prompts=p.jsonl", "data.response=target", "train.steps=1"],
-                ["train", "r.yaml", "teacher.kind=logprobs", "teacher.file=p.jsonl", "train.steps=1"],
             ]
         )
     )

@@ -241,47 +241,6 @@ def test_packed_rows_have_the_losses_of_plain_ones(teacher: str, recipe_file: Pa
     assert losses(packed) == pytest.approx(losses(plain), rel=1e-4)
 
 
-def test_a_drafter_learns_from_a_file_of_logprobs(recipe_file: Path, tmp_path: Path) -> None:
-    """As a server would write it: the 5 likeliest tokens at each place. Packed or not."""
-    loaded = load_target(load_recipe(str(recipe_file)).target.model)
-    letters, file = loaded.tokenizer, tmp_path / "served.jsonl"
-    asked = [json.loads(line)["prompt"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
-    lines = []
-    for text in asked:
-        ids = letters(text)["input_ids"]
-        whole = loaded.model.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False, pad_token_id=0)
-        logs = loaded.model(whole).logits[0, len(ids) - 1 : -1].log_softmax(-1).topk(5)
-        content = [
-            {
-                "token": f"token_id:{token}",
-                "logprob": float(values[0]),
-                "top_logprobs": [
-                    {"token": f"token_id:{i}", "logprob": float(v)} for i, v in zip(top, values, strict=True)
-                ],
-            }
-            for token, top, values in zip(
-                whole[0, len(ids) :].tolist(), logs.indices.tolist(), logs.values.tolist(), strict=True
-            )
-        ]
-        lines.append(json.dumps({"prompt": text, "choices": [{"logprobs": {"content": content}}]}) + "\n")
-    file.write_text("".join(lines))
-    kind = ["teacher.kind=logprobs", f"teacher.file={file}", "data.prompts=nowhere", "train.steps=40"]
-    for extra in ([], ["data.pack=true", "data.prompt_tokens=48"]):
-        rows = run(recipe_file, *kind, *extra, f"output={tmp_path}/run-{len(extra)}")
-        taus = [row["evaluation"]["tau"] for row in rows if "evaluation" in row]
-        assert losses(rows)[-1] < 0.7 * losses(rows)[0]
-        assert max(taus) > taus[0]
-    with pytest.raises(ConfigError, match=r"leaves nothing to train on; expected at least one row that fits"):
-        run(recipe_file, *kind, "data.prompt_tokens=1", f"output={tmp_path}/none")
-    for change, said in (
-        ("teacher.file=null", "teacher.kind='logprobs' without teacher.file"),
-        ("drafter={type: medusa}", "which reads the target's hidden states"),
-        ("objective.temperature=0.5", "objective.temperature"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            run(recipe_file, *kind, change, f"output={tmp_path}/none")
-
-
 def test_preview_marks_what_is_trained(
     tiny_target_folder: Path,
     tiny_tokenizer: PreTrainedTokenizerFast,

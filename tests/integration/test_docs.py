@@ -179,7 +179,7 @@ def _require_forecast(target: LlamaForCausalLM, bigram: TrainableDrafter) -> Non
 def test_the_loss_of_the_page_is_a_bound_of_alpha(extending: SimpleNamespace) -> None:
     p_log, q_log = (torch.randn(200, 7, dtype=torch.float64).log_softmax(-1) for _ in range(2))
     ids = torch.zeros(200, dtype=torch.long)
-    loss, none = (extending.hellinger(LossInputs(p_log, q, q, ids, ids, 0.0)) for q in (q_log, p_log))
+    loss, none = (extending.hellinger(LossInputs(p_log, q, ids, ids, 0.0)) for q in (q_log, p_log))
     assert torch.allclose(none, torch.zeros(200, dtype=torch.float64))
     assert ((1 - overlap(p_log, q_log)) <= (2 * loss).sqrt() + 1e-12).all()
     assert LOSSES["hellinger"] is extending.hellinger

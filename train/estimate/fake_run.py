@@ -37,10 +37,7 @@ from draftsmith.train.bootstrap import check_target, make_step, new_drafter
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.step import Last, Teacher
 
-MOST_LIKELY = 20
-"""Known tokens at each position that are assumed for a teacher that is a file."""
-
-# Shapes: B sequences, T positions, S positions of the source, H hidden size, V vocabulary, F features, E known tokens.
+# Shapes: B sequences, T positions, S positions of the source, H hidden size, V vocabulary, F features.
 
 
 def require_plain(config: PreTrainedConfig) -> None:
@@ -136,18 +133,17 @@ def _batch(recipe: Recipe, config: PreTrainedConfig, processes: int) -> Batch:
 
 
 def _teacher(recipe: Recipe, target: PreTrainedModel, drafter: TrainableDrafter) -> Teacher:
-    kind = recipe.teacher.kind
-    if kind == "online":
+    if recipe.teacher.kind == "online":
         return OnlineTeacher(target, drafter.needs.layers)
-    return _StoredTeacher(OnlineTeacher(target).lm_head, drafter, kind)
+    return _StoredTeacher(OnlineTeacher(target).lm_head, drafter)
 
 
 class _StoredTeacher:
     """Stands for a teacher that reads its signals from files, so that the target does not run."""
 
-    def __init__(self, lm_head: TargetHead, drafter: TrainableDrafter, kind: str) -> None:
+    def __init__(self, lm_head: TargetHead, drafter: TrainableDrafter) -> None:
         self.lm_head = lm_head
-        self._layers, self._from_file = len(drafter.needs.layers), kind == "logprobs"
+        self._layers = len(drafter.needs.layers)
 
     def signals(
         self,
@@ -161,15 +157,6 @@ class _StoredTeacher:
         inputs: tuple[()] = (),
     ) -> TeacherSignals:
         weight_VH, shape, text = self.lm_head.weight, input_ids_BT.shape, (input_ids_BT, attention_mask_BT)
-        if self._from_file:
-            return TeacherSignals(
-                *text,
-                weight_VH.new_empty(*shape, 0),
-                mask_BT,
-                documents_BT=documents_BT,
-                top_ids_BTE=torch.zeros(*shape, MOST_LIKELY, dtype=torch.long),
-                top_log_BTE=torch.zeros(*shape, MOST_LIKELY),
-            )
         hidden = weight_VH.shape[1]
         features_BTF = weight_VH.new_empty(*shape, self._layers * hidden) if self._layers else None
         return TeacherSignals(

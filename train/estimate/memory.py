@@ -151,7 +151,7 @@ def estimate_memory(
         moments, averages = _moments(step.optimizers), 0 if recipe.train.average is None else trained
         rest = max(0, live.peak - weights - drafted - moments - trained)
         cache = reading = 0
-        if data.response == "target" and recipe.teacher.kind != "logprobs":
+        if data.response == "target":
             cache = cache_bytes(recipe, config) // recipe.target.tensor_parallel  # of each process's heads
             reading = _reading_bytes(recipe, target, live)
             draft_model = step.drafter.language_model

@@ -171,7 +171,7 @@ def estimate_work(
     rows = math.ceil(data.count / processes) * data.responses
     tokens = rows * (data.prompt_tokens + data.response_tokens)
     caching = 2.0 * reading * tokens if recipe.teacher.kind == "cached" else 0.0
-    if data.response != "target" or recipe.teacher.kind == "logprobs":
+    if data.response != "target":
         return WorkEstimate(of_step, train.steps, caching, 0.0, 0, 0.0, 0.0)
     rounds = math.ceil(train.steps / data.refresh_every) if data.refresh_every else 1
     texts = rounds * rows

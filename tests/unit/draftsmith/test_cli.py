@@ -328,7 +328,6 @@ def test_options_of_a_template_are_values_or_text() -> None:
     [
         (["drafter.model=./nosuch"], "drafter.model=./nosuch; expected a language model's folder"),
         (["cotrain.modules=[q_prj]"], "cotrain.modules=['q_prj']"),
-        (["drafter={type: medusa}", "teacher.kind=logprobs", "teacher.file=x.jsonl"], "medusa"),
     ],
 )
 def test_memory_refuses_what_train_refuses(
