@@ -1,7 +1,7 @@
 """Journals of measurements, which continue after a kill.
 
-`cells.jsonl` holds measured cells: one variant, temperature, batch, turn and repeat each. `batches.jsonl` holds the
-batches that a server answered.
+`cells.jsonl` holds measured cells: one variant, temperature, batch, turn and repeat each. `batches.jsonl` of a server's
+measurement holds batches as facts.
 """
 
 import json
@@ -16,11 +16,11 @@ from typing_extensions import TypedDict
 
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.sequence import DecodeOutput, Round
-from draftsmith.errors import ConfigError, one_line, reason_of
+from draftsmith.errors import ConfigError, one_line
 from draftsmith.eval.settings import Settings, Variant, require_same_settings
 from draftsmith.metrics import position_counts
-from draftsmith.reading import parse_json, read_text
-from draftsmith.storage import write_text, writing
+from draftsmith.reading import parse_json
+from draftsmith.storage import writing
 
 SCHEMA = 2
 """Version of `eval.json` and `cells.jsonl`; increased when old code would misread new files."""
@@ -147,6 +147,31 @@ class Cell:
         return self.arm, Place(self.repeat, self.temperature, self.batch_size, self.group, self.turn)
 
 
+class Numbers(NamedTuple):
+    """Tokens and seconds of a batch, and the engine's counts of verified drafts and of accepted tokens by position."""
+
+    tokens: int
+    seconds: FiniteFloat
+    drafts: FiniteFloat
+    accepted: tuple[FiniteFloat, ...]
+
+    @property
+    def rounds(self) -> float:
+        """Rounds of all texts.
+
+        Every round commits one token that was not drafted; vLLM counts the rounds with a draft only. The tokens of a
+        server without drafts are one a round.
+        """
+        if self.accepted:
+            return max(self.drafts, self.tokens - sum(self.accepted))
+        return self.drafts or self.tokens
+
+    @property
+    def tested(self) -> tuple[float, ...]:
+        """Rounds that tested each draft position; empty where the engine does not count positions."""
+        return (self.drafts, *self.accepted[:-1]) if self.accepted else ()
+
+
 class PlainSpeeds(TypedDict):
     """Tokens per second of the target alone and of transformers' `generate`; see `compare_with_generate`."""
 
@@ -159,7 +184,9 @@ class PlainSpeeds(TypedDict):
 
 
 FACTS: dict[str, Any] = {"threads": Annotated[int, Field(ge=1, le=4096)], "plain": PlainSpeeds}
-"""Values that a run determines once, with their types; all other facts are costs."""
+"""Values that a run determines once, with their types; all other facts are costs, or batches that a server answered."""
+BATCH = "batch "
+"""Before the place of a batch: the name of the fact with its `Numbers`."""
 
 
 class Sitting(TypedDict):
@@ -229,8 +256,9 @@ class Journal:
                 self.cells[entry.cell.key] = entry.cell
             elif entry.fact is not None:
                 name, value = line["fact"]
-                checked(FACTS.get(name, Costs), value, f"{path}:{number}", strict=name in FACTS)
-                self.facts[name] = value
+                kind = Numbers if name.startswith(BATCH) else FACTS.get(name, Costs)
+                read = checked(kind, value, f"{path}:{number}", strict=name in FACTS)
+                self.facts[name] = read if kind is Numbers else value
             else:
                 self.sittings.append(line["sitting"])
 
@@ -301,68 +329,3 @@ def checked(kind: Any, value: Any, place: Path | str, *, strict: bool = False) -
         key = ".".join(map(str, problem["loc"])) or "it"
         shown = one_line(repr(problem["input"]), 80)
         raise ConfigError(f"{place}: {key}={shown} ({problem['msg']}); expected {OURS}") from error
-
-
-class Numbers(NamedTuple):
-    """Tokens and seconds of a batch, and the engine's counts of verified drafts and of accepted tokens by position."""
-
-    tokens: int
-    seconds: float
-    drafts: float
-    accepted: tuple[float, ...]
-
-    @property
-    def rounds(self) -> float:
-        """Rounds of all texts.
-
-        Every round commits one token that was not drafted; vLLM counts the rounds with a draft only. The tokens of a
-        server without drafts are one a round.
-        """
-        if self.accepted:
-            return max(self.drafts, self.tokens - sum(self.accepted))
-        return self.drafts or self.tokens
-
-    @property
-    def tested(self) -> tuple[float, ...]:
-        """Rounds that tested each draft position; empty where the engine does not count positions."""
-        return (self.drafts, *self.accepted[:-1]) if self.accepted else ()
-
-
-def _numbers(tokens: Any, seconds: Any, drafts: Any, accepted: Any) -> Numbers:
-    return Numbers(int(tokens), float(seconds), float(drafts), tuple(float(count) for count in accepted))
-
-
-class BatchJournal:
-    """The measured batches, one line of JSON each, so that a measurement continues after a kill.
-
-    Args:
-        key: of everything that the numbers depend on.
-        earlier: the key of the same measurement in earlier versions.
-    """
-
-    def __init__(self, file: Path, key: str, earlier: str | None = None) -> None:
-        self._file = file
-        try:
-            text = read_text(file) if file.exists() else ""
-            whole = text[: text.rfind("\n") + 1]  # a kill may have cut the last line
-            stored, *entries = [json.loads(line) for line in whole.splitlines()] or [key]
-            self._done = {json.dumps(place): _numbers(*numbers) for place, numbers in entries}
-        except (OSError, ValueError, TypeError, OverflowError) as error:
-            raise ConfigError(f"{file} is damaged ({reason_of(error)}); expected another --out") from error
-        if stored not in (key, earlier):
-            raise ConfigError(
-                f"{file} has batches of a measurement with other options; expected them, or another --out"
-            )
-        if whole != text:
-            write_text(file, whole)
-        self._head = "" if whole else json.dumps(key) + "\n"
-
-    def get(self, place: list[Any]) -> Numbers | None:
-        """Return the numbers of a batch; None for one that was not measured."""
-        return self._done.get(json.dumps(place))
-
-    def add(self, place: list[Any], numbers: Numbers) -> None:
-        """Store the numbers of a batch."""
-        with writing(self._file, "batches so far are kept"), self._file.open("a", encoding="utf-8") as file:
-            file.write(f"{self._head}{json.dumps([place, numbers])}\n")
-        self._head = ""

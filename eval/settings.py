@@ -158,12 +158,6 @@ def require_same_settings(stored: Mapping[str, Any], settings: PairSettings, out
             )
 
 
-def changed(settings: PairSettings) -> dict[str, Any]:
-    """Return the settings that do not have their default."""
-    defaults = defaults_of(settings)
-    return {name: value for name, value in asdict(settings).items() if name not in defaults or value != defaults[name]}
-
-
 def defaults_of(settings: PairSettings) -> dict[str, Any]:
     """Return the defaults of all settings that have one."""
     made = {each.name: each.default_factory() for each in fields(settings) if each.default_factory is not MISSING}

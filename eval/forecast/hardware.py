@@ -1,10 +1,11 @@
 """Seconds of real rounds on this machine, as a profile."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +24,10 @@ from draftsmith.decode.target import TransformersTarget
 from draftsmith.errors import ConfigError
 from draftsmith.eval.forecast.profile import CostModel, DrafterSeconds
 from draftsmith.eval.teacher_forced import TargetText
-from draftsmith.heads.base import Context, Drafter, TrainableDrafter
+from draftsmith.heads.base import Context, Drafter
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.retrieval import Hybrid
-from draftsmith.provenance import model_fingerprint
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 """Draft lengths at which rounds are timed: all of them for the target, which also reads trees and copies, and for each
@@ -79,17 +79,18 @@ def pass_costs(
     alone = measure_costs(target, text=prompt, done=done)
     # All passes use the same padding: measured separately, noise may change the padding of a width.
     options: dict[str, Any] = {"verify": alone.verify, "text": prompt, "done": done}
-    return {"": alone} | {name: measure_costs(target, one, **options) for name, one in _networks(drafters).items()}
+    return {"": alone} | {name: measure_costs(target, one, **options) for name, one in _computing(drafters).items()}
 
 
 def costs_parts(drafters: dict[str, Drafter]) -> int:
     """Return the number of parts of `pass_costs`."""
-    return parts() + sum(parts(drafter, verify=False) for drafter in _networks(drafters).values())
+    return parts() + sum(parts(drafter, verify=False) for drafter in _computing(drafters).values())
 
 
-def _networks(drafters: dict[str, Drafter]) -> dict[str, Drafter]:
-    """Return the drafters to time: one for each network."""
-    return {name: _network(drafters[name]) for name in dict.fromkeys(_timed_as(drafters).values())}
+def _computing(drafters: dict[str, Drafter]) -> dict[str, Drafter]:
+    """Return the drafters to time: of a hybrid the one that computes, since copies cost only the target's pass."""
+    networks = {name: one.drafter if isinstance(one, Hybrid) else one for name, one in drafters.items()}
+    return {name: network for name, network in networks.items() if not network.only_retrieves}
 
 
 def timeable(target: PreTrainedModel, texts: Sequence[TargetText]) -> list[TargetText]:
@@ -131,15 +132,16 @@ def measure_hardware(
     of a drafter's rounds. `texts`: from `timeable`. `costs`: from `pass_costs`. `policies`: by drafter, those besides
     chains whose rounds are timed. `shown`: name of the stage that is shown on stderr.
     """
-    arms, timed_as = _arms(target, drafters, costs, draft_length, policies), _timed_as(drafters)
+    drafters = _computing(drafters)
+    arms = _arms(target, drafters, costs, draft_length, policies)
     with stage(shown, len(batches) * (TURNS + 1) * (len(arms) - 1), shown=bool(shown)) as done:
         of_batch = {batch: _timed(arms, texts, batch, sampling, done) for batch in batches}
     together = {
         b: {arm: [record for turn in timed for record in turn[arm]] for arm in arms} for b, timed in of_batch.items()
     }
-    hardware = profile_of(together, timed_as)
+    hardware = profile_of(together)
     hardware.require(drafters)
-    repeats = [profile_of({b: timed[turn] for b, timed in of_batch.items()}, timed_as) for turn in range(TURNS)]
+    repeats = [profile_of({b: timed[turn] for b, timed in of_batch.items()}) for turn in range(TURNS)]
     known = [repeat for repeat in repeats if repeat.drafters.keys() == hardware.drafters.keys()]
     return hardware.model_copy(update={"name": "measured", "repeats": tuple(known)})
 
@@ -151,16 +153,14 @@ def _arms(
     draft_length: int,
     policies: Mapping[str, Sequence[Policy]],
 ) -> dict[Arm, "TimedVariant"]:
-    """Return the timed variants: the target alone, its passes over drafts, and the rounds of each network."""
+    """Return the timed variants: the target alone, its passes over drafts, and the rounds of each drafter."""
     arms: dict[Arm, TimedVariant] = {ALONE: TimedVariant(target)}
     arms |= {("", length): TimedVariant(target, _Fixed(length), length, costs[""]) for length in LENGTHS}
-    timed_as = _timed_as(drafters)
-    for name, drafter in _networks(drafters).items():
+    for name, drafter in drafters.items():
         longest = min(draft_length, drafter.max_draft_length or draft_length)
         reached = [length for length in LENGTHS if length <= longest]
         arms |= {(name, length): TimedVariant(target, drafter, length, costs[name]) for length in reached}
-        others = {str(p): p for user, owner in timed_as.items() if owner == name for p in policies.get(user, ())}
-        for policy in others.values():
+        for policy in policies.get(name, ()):
             arms[name, str(policy)] = TimedVariant(target, drafter, depth_of(policy), costs[name], policy)
     return arms
 
@@ -172,30 +172,10 @@ def depth_of(policy: Policy) -> int:
     return getattr(policy, "draft_length", None) or getattr(policy, "depth", 1)
 
 
-def _network(drafter: Drafter) -> Drafter:
-    """Return the drafter that computes: a hybrid's, since rounds of copies cost only the target's pass."""
-    return drafter.drafter if isinstance(drafter, Hybrid) else drafter
-
-
-def _timed_as(drafters: dict[str, Drafter]) -> dict[str, str]:
-    """Return for each drafter that computes the first one with the same network, whose rounds are timed for both."""
-    first: dict[str, str] = {}
-    found = {}
-    for name, drafter in drafters.items():
-        if drafter.only_retrieves:
-            continue
-        network = _network(drafter)
-        same = str(id(network))
-        if isinstance(network, TrainableDrafter):
-            same = f"{network.type} {network.config()} {model_fingerprint(network)}"
-        found[name] = first.setdefault(same, name)
-    return found
-
-
-def profile_of(rounds: dict[int, Timed], timed_as: dict[str, str]) -> CostModel:
+def profile_of(rounds: dict[int, Timed]) -> CostModel:
     """Return the profile in which a round of every timed draft length, and of every other policy, costs its mean.
 
-    `rounds`: of each variant, by batch size. `timed_as`: by drafter, the one whose rounds were timed.
+    `rounds`: of each variant, by batch size.
 
     Other processes interrupt at a rate per second: medians of short passes would never include interruptions, medians
     of long passes always, and so would medians of turns, in which the target alone is timed most often. Means grow by
@@ -209,71 +189,44 @@ def profile_of(rounds: dict[int, Timed], timed_as: dict[str, str]) -> CostModel:
         | {n + 1: fmean(r.verify_seconds for r in timed["", n]) for n in LENGTHS if timed["", n]}
         for batch, timed in rounds.items()
     }
-    whole = {name: _rounds_of(owner, rounds) for name, owner in timed_as.items()}
-    drafters = {
-        name: DrafterSeconds(
-            draft={
-                batch: {
-                    n: max(fmean(r.seconds for r in records) - verify[batch][n + 1], 0.0)
-                    for n, records in timed.items()
-                    if isinstance(n, int)
-                }
-                for batch, timed in whole[name].items()
+    drafters: dict[str, DrafterSeconds] = {}
+    for name in dict.fromkeys(name for timed in rounds.values() for name, _ in timed if name):
+        draft = {
+            batch: {
+                n: max(fmean(r.seconds for r in records) - verify[batch][n + 1], 0.0)
+                for (owner, n), records in timed.items()
+                if owner == name and isinstance(n, int) and records
             }
-        )
-        for name in whole
-        if whole[name]
-    }
+            for batch, timed in rounds.items()
+        }
+        if any(draft.values()):
+            drafters[name] = DrafterSeconds(draft={batch: curve for batch, curve in draft.items() if curve})
     chains = CostModel(alone=alone, verify=verify, drafters=drafters)
-    more = {name: {"policies": _beyond(whole[name], name, chains)} for name in drafters}
-    timed = {name: own.model_copy(update=more[name]) for name, own in drafters.items()}
+    timed = {name: own.model_copy(update={"policies": _beyond(rounds, name, chains)}) for name, own in drafters.items()}
     return chains.model_copy(update={"drafters": timed})
 
 
-def _rounds_of(drafter: str, rounds: dict[int, Timed]) -> dict[int, dict[int | str, list[Round]]]:
-    """Return the rounds of a drafter by batch size, and draft length or policy; without those that have none."""
-    found = {
-        batch: {drafting: records for (name, drafting), records in timed.items() if name == drafter and records}
-        for batch, timed in rounds.items()
-    }
-    return {batch: timed for batch, timed in found.items() if timed}
-
-
-def _beyond(
-    timed: dict[int, dict[int | str, list[Round]]], drafter: str, chains: CostModel
-) -> dict[str, dict[int, float]]:
+def _beyond(rounds: dict[int, Timed], drafter: str, chains: CostModel) -> dict[str, dict[int, float]]:
     """Return by policy and batch size the seconds of its rounds beyond those that `chains` predicts for them."""
-    beyond: dict[str, dict[int, float]] = {}
-    for batch, arms in timed.items():
-        for policy, records in arms.items():
-            if isinstance(policy, str):
+    beyond: defaultdict[str, dict[int, float]] = defaultdict(dict)
+    for batch, arms in rounds.items():
+        for (owner, policy), records in arms.items():
+            if owner == drafter and isinstance(policy, str) and records:
                 gaps = [r.seconds - chains.round_seconds(drafter, r.drafted, r.depth, batch) for r in records]
-                beyond.setdefault(policy, {})[batch] = fmean(gaps)
+                beyond[policy][batch] = fmean(gaps)
     return beyond
 
 
-class _Read(NamedTuple):
-    """The prompts as a target has read them."""
-
-    runner: ModelRunner
-    lengths: Sequence[int]
-    logits_BV: Tensor
-    states: Tensor
-    features_BQF: Tensor | None
+ReadPrompts = dict[tuple[tuple[int, ...], bool], tuple[ModelRunner, Sequence[int], Tensor, Tensor, Tensor | None]]
+"""The prompts that a target has read, for several decodings after them: the runner, the lengths, the last logits, the
+states and the features, by the layers whose outputs are kept and whether passes are padded."""
 
 
-class ReadPrompts:
-    """The prompts that a target has read, for several decodings after them."""
-
-    def __init__(self) -> None:
-        self.by_key: dict[tuple[tuple[int, ...], bool], _Read] = {}
-        """By the layers whose outputs are kept, and whether passes are padded."""
-
-    def end(self) -> None:
-        """Free the caches; other prompts may follow."""
-        for known in self.by_key.values():
-            known.runner.close()
-        self.by_key.clear()
+def end(read: ReadPrompts) -> None:
+    """Free the caches; other prompts may follow."""
+    for runner, *_ in read.values():
+        runner.close()
+    read.clear()
 
 
 class ReadOnce(TransformersTarget):
@@ -286,23 +239,20 @@ class ReadOnce(TransformersTarget):
     def __init__(self, model: PreTrainedModel, read: ReadPrompts, costs: Costs | None = None) -> None:
         widths = {} if costs is None else costs.verify_widths
         super().__init__(model, plan=Plan(widths=widths))
-        self._known, self._is_padded = read.by_key, bool(widths)
+        self._read, self._is_padded = read, bool(widths)
 
     def prefill(self, texts: Sequence[DecodeSequence], layers: tuple[int, ...] = ()) -> Tensor:
         key = (layers, self._is_padded)
-        known = self._known.get(key)
-        if known is None or not known.runner.rewind(known.lengths):
-            if known is not None:
-                known.runner.close()
+        if key not in self._read or not self._read[key][0].rewind(self._read[key][1]):
+            if key in self._read:
+                self._read[key][0].close()
             logits_BV, runner = super().prefill(texts, layers), self._runner
-            known = _Read(runner, runner.lengths, logits_BV, runner.states, runner.features_BQF)
-            self._known[key] = known
-        self._runner = known.runner
-        self._runner.states, self._runner.features_BQF = known.states, known.features_BQF
-        return known.logits_BV.clone()
+            self._read[key] = (runner, runner.lengths, logits_BV, runner.states, runner.features_BQF)
+        self._runner, _, logits_BV, self._runner.states, self._runner.features_BQF = self._read[key]
+        return logits_BV.clone()
 
     def close(self) -> None:
-        """Do nothing: other decodings follow; see `ReadPrompts.end`."""
+        """Do nothing: other decodings follow; see `end`."""
 
 
 @dataclass(frozen=True)
@@ -318,18 +268,12 @@ class TimedVariant:
     """Default: chains of `draft_length`."""
 
     @torch.inference_mode()
-    def rounds(
-        self, texts: Sequence[TargetText], sampling: Sampling, seed: int, read: ReadPrompts | None = None
-    ) -> list[Round]:
+    def rounds(self, texts: Sequence[TargetText], sampling: Sampling, seed: int, read: ReadPrompts) -> list[Round]:
         """Time a few rounds after half of each text, at an average context length; the first is a warm-up.
 
         Returns only rounds with the full draft length: none if the context does not hold such a draft. `read`: shared
         with other variants of the same target and texts, which then read the prompts once.
         """
-        if read is None:
-            with ExitStack() as stack:
-                stack.callback((own := ReadPrompts()).end)
-                return self.rounds(texts, sampling, seed, own)
         target = ReadOnce(self.target, read, self.costs)
         widths = None if self.costs is None else self.costs.draft_widths
         rows = []
@@ -367,7 +311,7 @@ def _timed(
     """
     turns: list[Timed] = []
     others = [key for key in arms if key != ALONE]
-    read = ReadPrompts()
+    read: ReadPrompts = {}
     for turn in range(TURNS + 1):
         timed: Timed = {key: [] for key in arms}
         first = turn * len(others) // (TURNS + 1)
@@ -376,6 +320,6 @@ def _timed(
             for variant in (ALONE, key) if place % 4 == 0 else (key,):
                 timed[variant] += arms[variant].rounds(together, sampling, turn, read)
             done()
-        read.end()
+        end(read)
         turns.append(timed)
     return turns[1:]

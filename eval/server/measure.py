@@ -8,7 +8,6 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -27,10 +26,11 @@ from draftsmith.distill.server.probe import check_server, check_temperatures
 from draftsmith.distill.server.sampling import ServerSampler
 from draftsmith.distill.server.settings import ServerSection, server_key
 from draftsmith.errors import ConfigError, DraftsmithError, reason_of
-from draftsmith.eval.journal import BatchJournal, Numbers
+from draftsmith.eval.journal import BATCH, Journal, Numbers
 from draftsmith.eval.prompts import Batch, Prompt, batches
 from draftsmith.eval.settings import Settings, Variant
 from draftsmith.metrics import Series, as_series
+from draftsmith.provenance import environment
 
 if TYPE_CHECKING:
     import httpx
@@ -171,17 +171,6 @@ def series_of(arm: Variant, condition: Condition, units: list[list[str]], found:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A server's numbers by condition, and whether they have rounds."""
-
-    conditions: Mapping[Condition, Batches]
-    counted: bool
-    """The engine counts drafts or verifications, so that tau is known."""
-    sglang_tau: float | None = None
-    """SGLang's own mean since its start, where it counts no verifications."""
-
-
-@dataclass(frozen=True)
 class ServerRun:
     """The measurement of one server.
 
@@ -267,23 +256,29 @@ class _Asked:
         return Numbers(tokens, seconds, counted.rounds, counted.accepted)
 
 
-def measure_in_turns(runs: dict[str, ServerRun], journal: BatchJournal) -> dict[str, Measured]:
+def measure_in_turns(
+    runs: dict[str, ServerRun], journal: Journal, identity: dict[str, Any]
+) -> dict[str, dict[Condition, Batches]]:
     """Check that the servers serve the target, warm them up, and ask all of each batch in turns.
 
-    The first of them changes with each batch, so that changes of the machine concern all.
+    The first of them changes with each batch, so that changes of the machine concern all. `identity`: what the numbers
+    in the journal depend on besides the settings.
     """
     first = next(iter(runs.values()))
     total = first.settings.repeats * sum(len(first.units(size)) for _, size in first.conditions)
     with stage(f"measuring {' and '.join(runs)}", len(runs) * total) as done:
-        return asyncio.run(_measured(runs, journal, done))
+        return asyncio.run(_measured(runs, journal, identity, done))
 
 
-async def _measured(runs: dict[str, ServerRun], journal: BatchJournal, done: Any) -> dict[str, Measured]:
+async def _measured(
+    runs: dict[str, ServerRun], journal: Journal, identity: dict[str, Any], done: Any
+) -> dict[str, dict[Condition, Batches]]:
     async with AsyncExitStack() as stack:
         asked: dict[str, _Asked] = {}
         for name, run in reversed(runs.items()):  # the baseline first: nothing is asked where it cannot be used
             client = await stack.enter_async_context(ServerClient(run.server))
             asked[name] = _Asked(run, client, await run.checked(client), CounterRoutes(run.server.base_url))
+        journal.begin(next(iter(runs.values())).settings, identity, environment())
         for each in (asked[name] for name in runs):
             await each.run.batch(each.sampler, each.client, batches(each.run.prompts, 1)[0], 0)  # warm-up
         run, found = next(iter(runs.values())), {name: dict[Condition, Batches]() for name in runs}
@@ -292,18 +287,12 @@ async def _measured(runs: dict[str, ServerRun], journal: BatchJournal, done: Any
             for repeat in range(run.settings.repeats):
                 for unit, group in enumerate(groups):
                     for name in list(runs)[:: -1 if (repeat + unit) % 2 else 1]:
-                        place = [name, *condition, repeat, unit]
-                        numbers = journal.get(place)
-                        if numbers is None:
-                            numbers = await asked[name].numbers(condition[0], repeat, unit, group)
-                            journal.add(place, numbers)
-                        found[name].setdefault(condition, {})[unit, repeat] = numbers
+                        fact = BATCH + json.dumps([name, *condition, repeat, unit])
+                        if fact not in journal.facts:
+                            journal.fact(fact, await asked[name].numbers(condition[0], repeat, unit, group))
+                        found[name].setdefault(condition, {})[unit, repeat] = journal.facts[fact]
                         done()
-    counted = {name: any(n.drafts for of in each.values() for n in of.values()) for name, each in found.items()}
-    return {
-        name: Measured(each, counted[name], None if counted[name] else asked[name].routes.sglang_tau())
-        for name, each in found.items()
-    }
+    return found
 
 
 def _turns(prompt: Prompt) -> str:

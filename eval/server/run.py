@@ -1,6 +1,6 @@
 """`draftsmith eval server`: validate, measure one or two servers, and write the report."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +12,21 @@ from draftsmith.distill.load_target import load_tokenizer
 from draftsmith.distill.server.settings import ServerSection, require_client
 from draftsmith.errors import ConfigError
 from draftsmith.eval.compare import MATTER_SERVED
+from draftsmith.eval.journal import KEPT, Journal
 from draftsmith.eval.prompts import PromptRows, prompts_fingerprint
 from draftsmith.eval.report import interval
 from draftsmith.eval.results import EVALUATION, Evaluation, ServerRow, read_evaluation
-from draftsmith.eval.server.measure import (
-    Batches,
-    BatchJournal,
-    Condition,
-    Measured,
-    ServerRun,
-    measure_in_turns,
-    series_of,
-)
-from draftsmith.eval.settings import BASELINE, Settings, changed, require_valid
+from draftsmith.eval.server.measure import Batches, Condition, CounterRoutes, ServerRun, measure_in_turns, series_of
+from draftsmith.eval.settings import BASELINE, Settings, require_valid
 from draftsmith.heads.model_config import context_limit
 from draftsmith.locks import hold_folder
 from draftsmith.metrics import Series, acceptance_at, alpha, few_units, intervals, ratio, speeds, speedup, tau
-from draftsmith.provenance import environment, fingerprint
+from draftsmith.provenance import environment
 from draftsmith.safe_text import markdown
 from draftsmith.storage import write_json, write_text, writing
 
 ENGINE = "engine"
 """The policy of a served drafter in `eval.json`: the engine's own."""
-KEPT = "the batches are kept; with enough space, the same command writes the report"
 JOURNAL = "batches.jsonl"
 COLUMNS = ("T", "requests", "tok/s", "ms a token", "tau", "acceptance by position", "alone tok/s", "speedup")
 
@@ -71,16 +63,10 @@ def measure_server(
             urls.append(baseline)
         elif baseline is not None:
             alone = _stored_baseline(baseline, run, identity["prompts"])
-        key, earlier = (
-            fingerprint([options, server.sampling, urls, identity["prompts"]])
-            for options in (changed(settings), asdict(settings))
-        )
-        found = measure_in_turns(runs, BatchJournal(out / JOURNAL, key, earlier))
+        found = measure_in_turns(runs, Journal(out / JOURNAL), {"prompts": identity["prompts"], "servers": urls})
         measured = found.pop(name)
         for other in found.values():
-            alone = {
-                place: series_of(BASELINE, place, run.units(place[1]), of) for place, of in other.conditions.items()
-            }
+            alone = {place: series_of(BASELINE, place, run.units(place[1]), of) for place, of in other.items()}
         result = _evaluation(run, name, measured, alone, identity)
         with writing(out, KEPT):
             write_text(out / "report.md", _markdown(result))
@@ -129,20 +115,25 @@ def _stored_baseline(baseline: str, run: ServerRun, prompts: str) -> dict[Condit
 
 
 def _evaluation(
-    run: ServerRun, name: str, measured: Measured, alone: dict[Condition, Series], identity: dict[str, Any]
+    run: ServerRun,
+    name: str,
+    measured: dict[Condition, Batches],
+    alone: dict[Condition, Series],
+    identity: dict[str, Any],
 ) -> Evaluation:
     rows: list[ServerRow] = []
     measurements: list[Series] = []
-    arm = (name, ENGINE if measured.counted else "")
-    for place, batches in measured.conditions.items():
+    counted = any(numbers.drafts for batches in measured.values() for numbers in batches.values())
+    arm = (name, ENGINE if counted else "")
+    for place, batches in measured.items():
         series, base = series_of(arm, place, run.units(place[1]), batches), alone.get(place)
-        rows.append(row_of(series, base, batches, seed=run.settings.seed, counted=measured.counted))
+        rows.append(row_of(series, base, batches, seed=run.settings.seed, counted=counted))
         measurements += [series] if base is None else [series, {**base, "drafter": BASELINE[0], "policy": BASELINE[1]}]
     return Evaluation(
         run.settings,
         rows=[],
         environment=environment(),
-        notes=_notes(measured, measurements),
+        notes=_notes(run, measurements, counted=counted),
         measurements=measurements,
         identity=identity,
         server=rows,
@@ -169,18 +160,19 @@ def row_of(spec: Series, base: Series | None, batches: Batches, *, seed: int, co
     }
 
 
-def _notes(measured: Measured, measurements: list[Series]) -> list[str]:
+def _notes(run: ServerRun, measurements: list[Series], *, counted: bool) -> list[str]:
     found = [
         "Seconds are those of whole requests, prefill and network included, without other requests to the servers."
     ]
     found += few_units(series["units"] for series in measurements)
-    if not measured.counted:
+    if not counted:
         found.append(
             "The server's metrics count no drafts: it does not speculate, or its metrics are off (SGLang: "
             "--enable-metrics, llama-server: --metrics), so tau and acceptance are not known."
         )
-    if measured.sglang_tau is not None:
-        found.append(f"SGLang's own mean acceptance length since its start is {measured.sglang_tau:.2f}.")
+        own = CounterRoutes(run.server.base_url).sglang_tau()
+        if own is not None:
+            found.append(f"SGLang's own mean acceptance length since its start is {own:.2f}.")
     return found
 
 

@@ -11,7 +11,7 @@ from unit.eval.made import cell, output
 
 from draftsmith.decode.sequence import Round
 from draftsmith.errors import ConfigError
-from draftsmith.eval.journal import BatchJournal, Journal, Numbers, TextRecord
+from draftsmith.eval.journal import BATCH, Journal, Numbers, TextRecord
 from draftsmith.eval.report import check_report_folder
 from draftsmith.eval.settings import Settings
 
@@ -134,43 +134,17 @@ def test_where_tokens_came_from() -> None:
     assert (text.decode_tokens, text.decode_rounds) == (10, 5)
 
 
-PLACE = ["alone", 1.0, 2, 0, 0]
-NUMBERS = Numbers(12, 0.5, 6.0, (5.0, 1.0))
+def test_batches_of_a_server_are_read_again(tmp_path: Path) -> None:
+    path, numbers = tmp_path / "batches.jsonl", Numbers(12, 0.5, 6.0, (5.0, 1.0))
+    _journal(path, 0).fact(f"{BATCH}1", numbers)
+    journal = Journal(path)
+    journal.begin(SETTINGS, PRINTS, ENVIRONMENT)
+    assert journal.facts == {f"{BATCH}1": numbers}
 
 
-def test_batches_are_read_again_without_a_cut_line(tmp_path: Path) -> None:
-    file = tmp_path / "batches.jsonl"
-    journal = BatchJournal(file, "key")
-    journal.add(PLACE, NUMBERS)
-    journal.add([*PLACE[:-1], 1], NUMBERS)
-    file.write_text(file.read_text()[:-3])
-    again = BatchJournal(file, "key")
-    assert again.get(PLACE) == NUMBERS
-    assert again.get([*PLACE[:-1], 1]) is None
-    assert len(file.read_text().splitlines()) == 2
-    again.add([*PLACE[:-1], 1], NUMBERS)
-    assert BatchJournal(file, "key").get([*PLACE[:-1], 1]) == NUMBERS
-    file.write_text(file.read_text()[:2])
-    BatchJournal(file, "another key").add(PLACE, NUMBERS)
-    assert BatchJournal(file, "another key").get(PLACE) == NUMBERS
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["{", "[1]", "[[1], 5]", '[["a"], [1, 2, 3]]', '[["a"], [1, 2, 3, 4]]', '[["a"], [Infinity, 1, 1, []]]', '"text"'],
-)
-def test_a_damaged_journal_is_refused(line: str, tmp_path: Path) -> None:
-    file = tmp_path / "batches.jsonl"
-    file.write_text(json.dumps("key") + "\n" + line + "\n")
-    with pytest.raises(ConfigError, match=r"is damaged .*; expected another --out"):
-        BatchJournal(file, "key")
-
-
-def test_a_journal_of_other_options_is_refused(tmp_path: Path) -> None:
-    """A measurement that ended before its first batch leaves no journal."""
-    BatchJournal(tmp_path / "batches.jsonl", "no batch")
-    assert not list(tmp_path.iterdir())
-    BatchJournal(tmp_path / "batches.jsonl", "key").add(PLACE, NUMBERS)
-    with pytest.raises(ConfigError, match="with other options"):
-        BatchJournal(tmp_path / "batches.jsonl", "another key")
-    assert BatchJournal(tmp_path / "batches.jsonl", "another key", earlier="key").get(PLACE) == NUMBERS
+@pytest.mark.parametrize("numbers", [5, [1, 2, 3], [1, 2, 3, 4], [float("inf"), 1, 1, []], [1, float("inf"), 1, []]])
+def test_damaged_batches_are_refused(numbers: object, tmp_path: Path) -> None:
+    path = tmp_path / "batches.jsonl"
+    _journal(path, 0).fact(f"{BATCH}1", numbers)
+    with pytest.raises(ConfigError, match=r"batches\.jsonl:3: .*expected what `draftsmith eval` wrote"):
+        Journal(path).begin(SETTINGS, PRINTS, ENVIRONMENT)

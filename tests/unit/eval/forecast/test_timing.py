@@ -16,7 +16,7 @@ from draftsmith.decode.policies import BestFirst
 from draftsmith.decode.profiling import measure_costs
 from draftsmith.decode.sampling import Sampling
 from draftsmith.eval.forecast.forecast import ForecastSettings, forecast
-from draftsmith.eval.forecast.hardware import LENGTHS, ReadPrompts, TimedVariant, _Fixed
+from draftsmith.eval.forecast.hardware import LENGTHS, TimedVariant, _Fixed, end
 from draftsmith.eval.forecast.profile import CostModel, DrafterSeconds
 from draftsmith.eval.teacher_forced import TargetText
 from draftsmith.heads import HEADS, DraftModel
@@ -94,7 +94,7 @@ def test_passes_over_drafts_read_the_experts_of_different_tokens(experts: tuple)
     model, watch, expected = experts
     text = TargetText(torch.randint(5, 400, (140,)).tolist(), 20, 200)
     for length in (3, 7, 15):
-        rounds = TimedVariant(model, _Fixed(length), length).rounds([text], Sampling(1.0), 0)
+        rounds = TimedVariant(model, _Fixed(length), length).rounds([text], Sampling(1.0), 0, {})
         assert {record.drafted for record in rounds} == {length}
     found = watch.taken()
     for width, count in expected.items():
@@ -143,17 +143,17 @@ def test_rounds_after_prompts_that_were_read_before_are_the_same(
     costs = Costs({1: 1.0, 2: 1.0, 3: 3.0, 4: 1.0}, {1: 1.0})
     arms = [TimedVariant(target), TimedVariant(target, _Fixed(3), 3, costs)]
     arms += [TimedVariant(target, drafter, length, costs) for length in (1, 2)]
-    shared = ReadPrompts()
+    shared = {}
     for arm in [*arms, *reversed(arms)]:
         for temperature in (0.0, 1.0):
-            alone = arm.rounds(texts, Sampling(temperature), 5)
+            alone = arm.rounds(texts, Sampling(temperature), 5, {})
             after = arm.rounds(texts, Sampling(temperature), 5, shared)
             assert [(r.drafted, r.accepted, r.committed) for r in after] == [
                 (r.drafted, r.accepted, r.committed) for r in alone
             ]
             for one, other in zip(after, alone, strict=True):
                 assert one.overlap == pytest.approx(other.overlap, abs=1e-5)
-    shared.end()
+    end(shared)
 
 
 @pytest.mark.parametrize("own", [True, False])
