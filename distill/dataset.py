@@ -23,10 +23,9 @@ from draftsmith.distill.messages import ASSISTANT
 from draftsmith.distill.sources import Conversation, EmptyConversation, conversation, read_source, source_stamp
 from draftsmith.errors import ConfigError
 from draftsmith.heads.hidden_states import inputs_fingerprint
-from draftsmith.locks import hold_cache
 from draftsmith.names import EMBEDDED
 from draftsmith.provenance import fingerprint
-from draftsmith.storage import atomic_folder, cache_dir, write_json
+from draftsmith.storage import atomic_folder, cache_dir, hold_cache, write_json
 
 VERSION = 4
 SECONDS = 10

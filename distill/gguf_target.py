@@ -20,9 +20,8 @@ from transformers.utils.hub import cached_file
 
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.untrusted import without_warnings
-from draftsmith.locks import hold_cache
 from draftsmith.names import GGUF, check_target_name, is_hub_gguf
-from draftsmith.storage import atomic_folder, cache_dir
+from draftsmith.storage import atomic_folder, cache_dir, hold_cache
 
 FORMAT = 1
 """Part of the key: increased when another version of this module would write other folders."""

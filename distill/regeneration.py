@@ -29,11 +29,10 @@ from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.model_config import context_limit, eos_tokens
-from draftsmith.locks import hold_cache
 from draftsmith.metrics import tau
 from draftsmith.provenance import fingerprint, fingerprint_of_numbers, model_fingerprint
 from draftsmith.safe_text import Terminal
-from draftsmith.storage import atomic_folder, cache_dir, write_json, writing
+from draftsmith.storage import atomic_folder, cache_dir, hold_cache, write_json, writing
 
 SAMPLES_VERSION = 5
 COUNTS = "counts.json"

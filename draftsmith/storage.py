@@ -1,25 +1,32 @@
-"""Atomic writes: a kill at any moment leaves either the old file or the new one.
+"""Atomic writes, and locks on output folders and on parts of the cache.
 
-A folder that is replaced is moved aside first. If the process is killed before the new one has its name, the next
-`clear_leftovers` moves the old one back.
+A kill at any moment leaves either the old file or the new one. A folder that is replaced is moved aside first. If the
+process is killed before the new one has its name, the next `clear_leftovers` moves the old one back.
+
+A lock is a `flock` on a small file; the kernel releases it when the process ends or is killed. In a run of several
+processes only the main process takes locks.
 """
 
 import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from draftsmith.errors import ConfigError, DraftsmithError
 
 LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-\d+")
-ROOM = 2**20
-"""Bytes that must fit on the disk before any work starts."""
+LOCK = ".lock"
+"""Name of the lock file inside a locked folder."""
+POLL = 0.2
+"""Seconds between two attempts of a process that waits for a lock."""
 
 
 def cache_dir() -> Path:
@@ -60,36 +67,6 @@ def require_writable_file(key: str, file: Path) -> None:
     if file.is_dir():
         raise ConfigError(f"{key}={file} is a folder; expected the name of a file")
     require_writable(key, file)
-
-
-def require_apart(key: str, out: Path, source: Path, *, may_contain: bool = False) -> None:
-    """Check that `out` neither is nor lies in the folder `source` nor, unless `may_contain`, contains it.
-
-    Links are followed. Raises ConfigError otherwise.
-    """
-    place, read = out.resolve(), source.expanduser().resolve()
-    inside, around = place.is_relative_to(read), read.is_relative_to(place)
-    if inside or (around and not may_contain):
-        how = "is" if inside and around else "lies in" if inside else "contains"
-        raise ConfigError(f"{key}={out} {how} {source}, which is read; expected a folder apart from it")
-
-
-def require_room(key: str, folder: Path) -> None:
-    """Create `folder` and check that a file of `ROOM` bytes can be written into it; raise ConfigError otherwise."""
-    file = folder / f".room.tmp-{os.getpid()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            with file.open("wb") as handle:
-                handle.write(bytes(ROOM))
-                handle.flush()
-                os.fsync(handle.fileno())
-        finally:
-            file.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{key}={folder} cannot be written ({error.strerror}); expected a folder with at least 1 MiB of room"
-        ) from error
 
 
 @contextmanager
@@ -180,3 +157,65 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Replace the file `path` by `value` as indented JSON in one step."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def hold_folder(key: str, folder: Path) -> Iterator[None]:
+    """Create `folder` and lock it while the block runs; a new folder that is still empty then is removed.
+
+    Raises:
+        ConfigError: if another process holds the lock, for a file, and for a folder that cannot be written.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{key}={folder} is a file; expected a folder")
+    new = not folder.exists()
+    try:
+        with _locked(key, folder, folder / LOCK, wait=False):
+            yield
+    finally:
+        if new:
+            with suppress(OSError):
+                folder.rmdir()
+
+
+@contextmanager
+def hold_name(key: str, path: Path) -> Iterator[None]:
+    """Lock a file, or a folder that is replaced as a whole, as `hold_folder` does; the lock file lies next to it."""
+    with _locked(key, path, _beside(path), wait=False):
+        yield
+
+
+@contextmanager
+def hold_cache(path: Path) -> Iterator[None]:
+    """Lock `path`, a part of the cache, while the block runs; if another process holds it, print that and wait.
+
+    After waiting, `path` may exist: the other process has written it.
+    """
+    with _locked("DRAFTSMITH_CACHE", path, _beside(path), wait=True):
+        yield
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.lock")
+
+
+@contextmanager
+def _locked(key: str, place: Path, file: Path, *, wait: bool) -> Iterator[None]:
+    """Hold the lock on `file` while the block runs; a process may take a lock again that it holds already."""
+    lock = FileLock(file, mode=0o666, is_singleton=True)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        if not wait:
+            raise ConfigError(
+                f"{key}={place} is in use by another process; expected another path, or wait until that process ends"
+            ) from None
+        print(f"waiting for another process, which is writing {place}", file=sys.stderr, flush=True)
+        lock.acquire(timeout=-1, poll_interval=POLL)
+    except OSError as error:
+        raise ConfigError(f"{key}={place} cannot be written ({error.strerror}); expected a writable folder") from error
+    try:
+        yield
+    finally:
+        lock.release()

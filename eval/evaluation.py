@@ -19,11 +19,10 @@ from draftsmith.eval.report import check_report_folder, summary_table, verdict, 
 from draftsmith.eval.results import Evaluation, Row, Sample, row_of, series_of
 from draftsmith.eval.settings import BASELINE, Settings, Variant, load_session, require_valid
 from draftsmith.heads.base import Drafter
-from draftsmith.locks import hold_folder
 from draftsmith.metrics import tau
 from draftsmith.provenance import environment
 from draftsmith.safe_text import Terminal
-from draftsmith.storage import writing
+from draftsmith.storage import hold_folder, writing
 
 MOST_REPEATS = 1000
 """Every repeat decodes all texts again."""
@@ -189,7 +188,7 @@ def _validated(settings: Settings, out: Path) -> PromptRows:
         raise ConfigError("drafter is missing; expected at least one")
     several = {"gamma": settings.draft_lengths, "batch_size": settings.batch_sizes}
     counts = {"count": [settings.count], "max_new_tokens": [settings.max_new_tokens], "repeats": [settings.repeats]}
-    require_valid(settings, counts={**several, **counts}, unique={**several, "policy": settings.policies}, out=out)
+    require_valid(settings, counts={**several, **counts}, unique={**several, "policy": settings.policies})
     if settings.repeats > MOST_REPEATS:
         raise ConfigError.of("repeats", settings.repeats, f"at most {MOST_REPEATS}")
     return PromptRows.read(settings.prompts, settings.subset, settings.split, settings.images)

@@ -25,7 +25,6 @@ from draftsmith.heads.untrusted import StoredDrafter, local_folder, read_config
 from draftsmith.names import DTYPES, EMBEDDED, check_attention, check_target_name
 from draftsmith.provenance import model_fingerprints
 from draftsmith.safe_text import Terminal
-from draftsmith.storage import require_apart
 
 Variant = tuple[str, str]
 """A drafter's name and its policy."""
@@ -105,9 +104,8 @@ def require_valid(
     *,
     counts: Mapping[str, Sequence[int | None]],
     unique: Mapping[str, Sequence[Any]] | None = None,
-    out: Path | None = None,
 ) -> None:
-    """Raise ConfigError for values out of range, repeated values, unknown names, or an `out` inside an input folder.
+    """Raise ConfigError for values out of range, repeated values, and unknown names.
 
     Args:
         counts: by option, numbers that have to be at least 1, or None.
@@ -131,9 +129,6 @@ def require_valid(
     for drafter in settings.drafters.values():
         if is_named(drafter):
             parse_named(drafter)
-    for source in (settings.target, *settings.drafters.values()):
-        if out is not None and Path(source).expanduser().is_dir():
-            require_apart("out", out, Path(source), may_contain=True)
     if settings.dtype not in DTYPES:
         raise ConfigError.of("dtype", settings.dtype, f"one of {', '.join(DTYPES)}")
     check_attention("attn_implementation", settings.attn_implementation, settings.dtype)

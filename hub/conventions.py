@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.sampling import Sampling
@@ -22,12 +22,9 @@ from draftsmith.eval.teacher_forced import Rows, TargetText, agreement_of, sampl
 from draftsmith.heads.autoregressive import NetworkDrafter
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.dflash import DFlash
-from draftsmith.heads.eagle import Eagle
 from draftsmith.heads.eagle3 import Eagle3Network
-from draftsmith.heads.layers import Attention, layer_config, rotary
-from draftsmith.heads.medusa import Medusa
+from draftsmith.heads.layers import layer_config, rotary
 from draftsmith.heads.model_config import context_limit, text_config
-from draftsmith.heads.mtp import Mtp
 
 # Shapes: N anchors of all texts, K draft positions, V vocabulary, H hidden size of the target.
 
@@ -204,15 +201,6 @@ def _changes(target: PreTrainedModel, drafter: TrainableDrafter) -> Iterator[Cha
             config.rope_parameters = {**(config.rope_parameters or {}), "rope_theta": theta}
             turned = rotary(config).to(next(body.parameters()).device)
             yield Change(f"rope_theta={theta:g}, the target's", layers, ((body, "rotary", turned),))
-    if paired := [] if body is None else _in_halves(body):
-        yield Change("queries and keys in the order of neighbouring pairs", layers, tuple(paired))
-    if swapped := [(owner, "weight", _swapped(owner)) for owner in _joint_inputs(drafter)]:
-        yield Change("the halves of its input (embedding and state) swapped", layers, tuple(swapped))
-    vocabulary = drafter.draft_vocabulary
-    if isinstance(drafter, Medusa) and vocabulary is not None:  # others have `t2d` as well, which must agree
-        offsets_D = vocabulary.tokens_D
-        if int(offsets_D[-1]) + len(offsets_D) <= len(vocabulary.t2d):
-            yield Change("token_map as offsets", layers, ((vocabulary, "d2t", offsets_D),))
 
 
 def _other_layers(layers: tuple[int, ...], depth: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -235,32 +223,3 @@ def _other_layers(layers: tuple[int, ...], depth: int) -> Iterator[tuple[str, tu
 
 def _within(layers: Sequence[int], depth: int) -> bool:
     return all(1 <= layer <= depth for layer in layers)
-
-
-def _joint_inputs(drafter: TrainableDrafter) -> list[nn.Linear]:
-    """Return the matrices that read an embedding and a state side by side."""
-    if isinstance(drafter, Eagle):
-        return [drafter.body.fc]
-    if isinstance(drafter, Mtp):
-        return [drafter.body.input_proj]
-    if isinstance(drafter, NetworkDrafter) and isinstance(drafter.body, Eagle3Network):
-        attention = drafter.body.layers[0].get_submodule("self_attn")
-        return [part for name in "qkv" if isinstance(part := getattr(attention, f"{name}_proj"), nn.Linear)]
-    return []
-
-
-def _in_halves(body: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Return the rows of queries and keys as halves of each head, read as if they were neighbouring pairs."""
-    values: list[tuple[nn.Module, str, nn.Parameter]] = []
-    for module in body.modules():
-        if not isinstance(module, Attention) or module.gated:
-            continue
-        for part in (module.q_proj, module.k_proj, module.q_norm, module.k_norm):
-            for name, value in part.named_parameters():
-                rows = value.detach().unflatten(0, (-1, module.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
-                values.append((part, name, nn.Parameter(rows, requires_grad=False)))
-    return values
-
-
-def _swapped(matrix: nn.Linear) -> nn.Parameter:
-    return nn.Parameter(torch.cat(matrix.weight.detach().chunk(2, 1)[::-1], 1), requires_grad=False)

@@ -3,7 +3,6 @@
 The formats are in `heads/formats/`.
 """
 
-import shlex
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.resources import files
@@ -26,13 +25,14 @@ from draftsmith.heads.formats.common import Serving, Source, name_of
 from draftsmith.heads.formats.llama_cpp import gguf_package
 from draftsmith.heads.formats.published import LAYOUTS, write_layout
 from draftsmith.heads.untrusted import local_folder, read_config
-from draftsmith.hub.conventions import Reading, readings_of, self_test_lines
-from draftsmith.locks import hold_name
+from draftsmith.hub.conventions import Reading, readings_of
 from draftsmith.names import EMBEDDED, check_target_name
 from draftsmith.safe_text import Terminal, markdown_environment
-from draftsmith.storage import atomic_folder, require_apart, require_writable, write_text
+from draftsmith.storage import atomic_folder, require_writable, write_text
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SHOWN = 40
+"""Tensors that are listed on the terminal."""
 USUAL_LENGTH = 3
 """Draft length of a drafter that does not store the one that it was chosen for."""
 
@@ -169,138 +169,95 @@ def _readme(source: Source, serving: Serving, format: str, revision: str | None,
     return markdown_environment().from_string(text).render(values)
 
 
-SHOWN = 40
-"""Tensors that are listed on the terminal."""
-
-
-@dataclass(frozen=True)
-class ExportRequest:
-    drafter: str
-    target: str
-    format: str
-    out: Path
-    dtype: str | None = None
-    revision: str | None = None
-    trust_remote_code: bool = False
-
-
-@dataclass(frozen=True)
-class ImportRequest:
-    drafter: str
-    target: str
-    out: Path
-    draft_length: int | None = None
-    revision: str | None = None
-    trust_remote_code: bool = False
-    self_test: bool = True
-    """Compare the drafter with the target, see `hub.conventions`."""
-
-
-@dataclass(frozen=True)
-class Imported:
-    """A drafter as it was saved, and the result of its self-test, if there was one."""
-
-    drafter: TrainableDrafter
-    readings: list[Reading]
-
-
-def export_to(request: ExportRequest) -> Exported:
-    """Check the request, then load target and drafter, and write the export."""
-    check_export(request.format, None, request.dtype, request.out)
-    _require_apart(request)
-    with hold_name("out", request.out):
-        require_empty(request.out)
-        return _export(request)
-
-
-def _export(request: ExportRequest) -> Exported:
-    check_target_name(request.target)
-    name, folder = _weights(request)
-    _, stored = read_config(folder, request.drafter)
-    check_export(request.format, None if stored is None else stored.type, request.dtype, request.out)
-    dtype = request.dtype or stored_dtype(folder) or "float32"
-    loaded = _load_target(request, dtype)
+def export_to(
+    drafter: str,
+    target: str,
+    format: str,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Exported:
+    """Load a target and its drafter by their names, and write the export into the folder `out`."""
+    check_export(format, None, dtype, out)
+    check_target_name(target)
+    name, folder = _weights(drafter, target)
+    _, stored = read_config(folder, drafter)
+    check_export(format, None if stored is None else stored.type, dtype, out)
+    dtype = dtype or stored_dtype(folder) or "float32"
+    loaded = _load_target(target, dtype, revision, trust_remote_code)
     return export_drafter(
         load_drafter(name, loaded.model, loaded.tokenizer),
         loaded.model,
-        request.format,
-        request.out,
-        target_name=servable(request.target),
+        format,
+        out,
+        target_name=servable(target),
         revision=loaded.revision,
         dtype=dtype,
         tokenizer=loaded.tokenizer,
     )
 
 
-def import_from(request: ImportRequest) -> Imported:
-    """Load a drafter that another project published for the target, and save it as a draftsmith checkpoint."""
-    require_empty(request.out)
-    if request.draft_length is not None and request.draft_length < 1:
-        raise ConfigError.of("gamma", request.draft_length, ">= 1")
-    _require_apart(request)
-    with hold_name("out", request.out):
-        require_empty(request.out)
-        return _import(request)
+def import_from(
+    drafter: str,
+    target: str,
+    out: Path,
+    *,
+    draft_length: int | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    self_test: bool = True,
+) -> tuple[TrainableDrafter, list[Reading]]:
+    """Save a drafter that another project published for the target as a draftsmith checkpoint in `out`.
 
-
-def _import(request: ImportRequest) -> Imported:
-    check_target_name(request.target)
-    name, folder = _weights(request)
-    if name == folder and read_config(folder, request.drafter)[1] is not None:
-        raise ConfigError(f"drafter={request.drafter} is a draftsmith checkpoint; expected another project's layout")
+    Returns:
+        The drafter, and how it compares with the target under each convention (see `hub.conventions`) if `self_test`.
+    """
+    require_empty(out)
+    check_target_name(target)
+    name, folder = _weights(drafter, target)
+    if name == folder and read_config(folder, drafter)[1] is not None:
+        raise ConfigError(f"drafter={drafter} is a draftsmith checkpoint; expected another project's layout")
     dtype = stored_dtype(folder) or "float32"
-    loaded = _load_target(request, dtype)
-    drafter = load_drafter(name, loaded.model, loaded.tokenizer)
-    assert isinstance(drafter, TrainableDrafter), "a folder holds a drafter with weights"
-    drafter.to(DTYPES[dtype])
-    length = request.draft_length or drafter.draft_length_hint or USUAL_LENGTH
-    most = drafter.max_draft_length
-    if request.draft_length is not None and most is not None and length > most:
+    loaded = _load_target(target, dtype, revision, trust_remote_code)
+    read = load_drafter(name, loaded.model, loaded.tokenizer)
+    assert isinstance(read, TrainableDrafter), "a folder holds a drafter with weights"
+    read.to(DTYPES[dtype])
+    length, most = draft_length or read.draft_length_hint or USUAL_LENGTH, read.max_draft_length
+    if draft_length is not None and most is not None and length > most:
         raise ConfigError.of("gamma", length, f"at most {most}, as far as this drafter reaches")
-    drafter.draft_length_hint = min(length, most or length)
-    with atomic_folder(request.out) as temporary:
+    read.draft_length_hint = min(length, most or length)
+    with atomic_folder(out) as temporary:
         save_drafter(
-            drafter,
+            read,
             temporary,
-            target=describe_target(loaded.model, loaded.tokenizer, request.target, loaded.revision),
+            target=describe_target(loaded.model, loaded.tokenizer, target, loaded.revision),
             recipe=None,
-            draft_length=drafter.draft_length_hint,
+            draft_length=read.draft_length_hint,
             tokenizer=loaded.tokenizer,
         )
-    if not request.self_test:
-        return Imported(drafter, [])
+    if not self_test:
+        return read, []
     with stage("comparing the drafter with the target"):
-        return Imported(drafter, readings_of(loaded.model, drafter, loaded.tokenizer))
+        return read, readings_of(loaded.model, read, loaded.tokenizer)
 
 
-def _require_apart(request: ExportRequest | ImportRequest) -> None:
-    for source in (request.drafter, request.target):
-        if Path(source).expanduser().is_dir():
-            require_apart("out", request.out, Path(source))
-
-
-def _load_target(request: ExportRequest | ImportRequest, dtype: str) -> LoadedTarget:
+def _load_target(target: str, dtype: str, revision: str | None, trust_remote_code: bool) -> LoadedTarget:
     """Load the target in `dtype`, to which loading converts the drafter, so that its weights stay as they are.
 
     For float16 the target is loaded in float32: in float16, weights of a bfloat16 target would change.
     """
-    return load_target(
-        request.target,
-        revision=request.revision,
-        dtype="float32" if dtype == "float16" else dtype,
-        trust_remote_code=request.trust_remote_code,
-        device="cpu",
-    )
+    dtype = "float32" if dtype == "float16" else dtype
+    return load_target(target, revision=revision, dtype=dtype, trust_remote_code=trust_remote_code, device="cpu")
 
 
-def _weights(request: ExportRequest | ImportRequest) -> tuple[str | Path, Path]:
+def _weights(drafter: str, target: str) -> tuple[str | Path, Path]:
     """Return the drafter as `load_drafter` takes it, and the folder of its weights, for `native-mtp` the target's."""
-    drafter = request.drafter
     if drafter == "native-mtp":
-        return drafter, local_folder(servable(request.target))
+        return drafter, local_folder(servable(target))
     if is_named(drafter) and not Path(drafter).is_dir():
-        expected = "a folder or a Hub id of a trained drafter, or native-mtp"
-        raise ConfigError(f"drafter={drafter} has no weights; expected {expected}")
+        raise ConfigError(f"drafter={drafter} has no weights; expected a trained drafter, or native-mtp")
     folder = embedded_target() if drafter == EMBEDDED else local_folder(drafter)
     return folder, folder
 
@@ -329,16 +286,3 @@ def show_export(exported: Exported) -> None:
     for note in exported.serving.notes:
         console.print(f"note: {note}")
     console.print(f"\n{exported.usage}")
-
-
-def show_import(request: ImportRequest, imported: Imported) -> None:
-    drafter = imported.drafter
-    count = sum(parameter.numel() for parameter in drafter.parameters())
-    console = Terminal(soft_wrap=True)
-    console.print(f"{request.out}: a drafter of type {drafter.type}, {count:,} parameters, draft length", end=" ")
-    console.print(drafter.draft_length_hint)
-    for line in self_test_lines(imported.readings):
-        console.print(line)
-    for command in ("eval", "check"):
-        words = ("draftsmith", command, "--target", request.target, "--drafter", str(request.out))
-        console.print(f"next: {shlex.join(words)}")

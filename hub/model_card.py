@@ -4,22 +4,19 @@ The metadata follow the Hub's schema (huggingface/hub-docs, modelcard.md). `base
 finetune, merge and quantized; a head, which only works with the target's states, is closest to an adapter, and a draft
 model to a finetune. A `model-index` has a task, a data set and metrics for each result.
 
-Local paths are cut to their last part, and texts with secrets are refused.
+Local paths are cut to their last part.
 """
 
 import math
 import re
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired
+from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import EvalResult, ModelCard, ModelCardData, get_token
+from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from markupsafe import Markup
-from pydantic import FiniteFloat, TypeAdapter, ValidationError
-from typing_extensions import TypedDict
 
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.configs import DRAFTERS
@@ -44,49 +41,6 @@ if TYPE_CHECKING:
 TASK = "text-generation"
 
 
-class _StoredTarget(TypedDict):
-    model: str
-
-
-class _StoredTeacher(TypedDict):
-    kind: str
-    file: NotRequired[str | None]
-
-
-class _StoredData(TypedDict):
-    prompts: str | None
-    response: str
-    temperature: FiniteFloat
-    count: int | None
-
-
-class _StoredObjective(TypedDict):
-    kind: str
-    mix: NotRequired[dict[str, FiniteFloat] | None]
-
-
-class _StoredTraining(TypedDict):
-    steps: int
-    batch_size: int
-    optimizer: str
-    learning_rate: FiniteFloat
-
-
-class _StoredRecipe(TypedDict, total=False):
-    """The keys of a checkpoint's recipe that the card shows; a drafter may come from anyone."""
-
-    target: _StoredTarget | None
-    teacher: _StoredTeacher | None
-    data: _StoredData | None
-    objective: _StoredObjective | None
-    train: _StoredTraining | None
-
-
-SECRET = re.compile(
-    r"\b(?:hf_|sk-|gh[pousr]_|github_pat_|xox[abprs]-|glpat-)[\w-]{20,}|\bAKIA[0-9A-Z]{16}\b"
-    r"|\beyJ[\w-]{10,}\.[\w-]{10,}|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
-)
-"""Access tokens in the formats of well-known services, and user and password in a URL."""
 LICENCE = re.compile(r"[a-z0-9][a-z0-9.\-]*")
 
 
@@ -164,16 +118,6 @@ def _results(row: "Row", prompts: str) -> list[EvalResult]:
     ]
 
 
-def require_readable(card: str, data: ModelCardData) -> None:
-    """Check that the card's metadata, parsed again, equals `data`; raise ConfigError otherwise."""
-    try:
-        parsed = ModelCard(card).data.to_dict()
-    except ValueError as error:
-        raise ConfigError(f"README.md: {' '.join(str(error).split())}; expected valid metadata") from error
-    if parsed != data.to_dict():
-        raise ConfigError(f"README.md: its metadata reads back as {parsed}; expected {data.to_dict()}")
-
-
 START = r"""(?<![^\s='"(,])(?:~|[A-Za-z]:)?[/\\]+[\w.~-]"""
 """The start of an absolute path, but not after a word or a colon, as in `tokens/s` and `https://…`."""
 PATH = re.compile(START + r"""[^\s'",;)]*""")
@@ -216,34 +160,19 @@ def _last_part(path: re.Match[str]) -> str:
     return last_part(path[0])
 
 
-def require_no_secret(name: str, text: str) -> None:
-    """Raise ConfigError if a text for publication holds a token or a password, which the message does not repeat."""
-    token = get_token()
-    if SECRET.search(text) or (token and token in text):
-        raise ConfigError(f"{name} holds what looks like a token or a password; expected none: nothing was published")
-
-
 PLOTS, EVALUATION = "plots", "eval.json"
 EXPORTED, MERGED, ADAPTER, SERVED = "exported", "MERGED", "ADAPTER", "TARGET"
 """Folder names on the card; the last one is for a target that is not on the Hub."""
-
-
-@dataclass(frozen=True)
-class CardRequest:
-    """Details of a card that are neither in the checkpoint nor in its measurement."""
-
-    repo: str | None = None
-    """Repository that the drafter will be loaded from; None for the folder itself."""
-    licence: str | None = None
-    base_model: str | None = None
-    """The target on the Hub, if the checkpoint has another name for it."""
 
 
 def write_card(
     folder: Path,
     evaluation: "StoredEvaluation | None",
     drafter: str | None,
-    request: CardRequest = CardRequest(),
+    *,
+    repo: str | None = None,
+    licence: str | None = None,
+    base_model: str | None = None,
     metrics: list[dict[str, Any]] | None = None,
 ) -> None:
     """Write `README.md`, its plots and, of a measurement, `eval.json` into a checkpoint.
@@ -252,10 +181,12 @@ def write_card(
         folder: a draftsmith checkpoint.
         evaluation: the content of an `eval.json`, of which the rows of `drafter` are kept; None if nothing was
             measured.
+        repo: repository that the drafter will be loaded from; None for the folder itself.
+        base_model: the target on the Hub, if the checkpoint has another name for it.
         metrics: rows of the training run's `metrics.jsonl`, for its curves.
 
     Raises:
-        ConfigError: for a folder that is not a checkpoint, a drafter without rows, or metadata that the Hub refuses.
+        ConfigError: for a folder that is not a checkpoint, a drafter without rows, or a name that the Hub refuses.
     """
     from draftsmith.eval.learning_curve import outlook
 
@@ -263,12 +194,13 @@ def write_card(
     evaluation = evaluation and _about(drafter, evaluation)
     rows = [] if evaluation is None else evaluation["rows"]
     overall, metrics = _overall(rows), metrics or []
-    name, base_model = request.repo or str(folder), request.base_model or hub_target(section)
+    target, base_model = base_model or _target_name(section), base_model or hub_target(section)
+    name = repo or str(folder)
     recipe = section["recipe"] or {}
     data = card_data(
         section,
         name=name,
-        licence=request.licence,
+        licence=licence,
         base_model=base_model,
         datasets=_hub_datasets(recipe),
         rows=overall,
@@ -278,10 +210,10 @@ def write_card(
     card = _render(
         metadata=Markup(data.to_yaml()),
         name=name,
-        title=last_part(request.repo) if request.repo else drafter or folder.name,
+        title=last_part(repo) if repo else drafter or folder.name,
         kind=DRAFTERS[section["type"]].card_name,
         section=section,
-        target=request.base_model or _target_name(section),
+        target=target,
         base_model=base_model,
         on_hub=hub_target(section) is not None,
         chats=(folder / "chat_template.jinja").is_file(),  # saved with the target's tokenizer
@@ -296,7 +228,6 @@ def write_card(
         generates=(folder / CODE / "generate.py").is_file(),
         engines=_engines(section, base_model),
     )
-    require_readable(card, data)
     _write_plots(folder / PLOTS, plots)
     write_text(folder / "README.md", card)
     if evaluation is not None:
@@ -323,24 +254,15 @@ def _about(drafter: str | None, evaluation: "StoredEvaluation") -> "StoredEvalua
     return {**evaluation, "rows": rows, "notes": notes, "guards": guards}
 
 
-class _Engines(NamedTuple):
-    """Commands that serve an export in the folder `exported`; None for an engine that cannot serve it."""
-
-    vllm: str | None
-    sglang: str | None
-    known: str
-    """The target that is exported for, as the card names it."""
-
-
-def _engines(section: dict[str, Any], base_model: str | None) -> _Engines:
-    """Return the commands for vLLM and SGLang; `base_model` is the target on the Hub."""
+def _engines(section: dict[str, Any], base_model: str | None) -> dict[str, str | None]:
+    """Return the commands of vLLM and SGLang, None where one does not serve the type, and the target in `export`."""
     kind, length = vllm_type(section["type"], section["drafter"]), section["draft_length"]
     served = MERGED if section["target"].get("quality") else base_model or SERVED
     vllm = vllm_command(served, VLLM[kind], EXPORTED, length) if kind in VLLM else None
     algorithm = None if section["type"] in RARE_IN_SGLANG else SGLANG.get(section["type"])
     sglang = None if algorithm is None else sglang_command(served, algorithm, EXPORTED, length)
     own = base_model or last_part(_target_name(section))
-    return _Engines(vllm, sglang, ADAPTER if section["target"].get("quality") else own)
+    return {"vllm": vllm, "sglang": sglang, "known": ADAPTER if section["target"].get("quality") else own}
 
 
 def checkpoint_section(folder: Path) -> dict[str, Any]:
@@ -353,13 +275,7 @@ def checkpoint_section(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{folder} was not trained by draftsmith; expected a drafter checkpoint")
     if stored.type not in DRAFTERS:
         raise ConfigError(f"{folder} is of type {stored.type!r}; expected one of {', '.join(DRAFTERS)}")
-    section = {"recipe": None, "online": None, **config["draftsmith"]}
-    try:
-        TypeAdapter(_StoredRecipe).validate_python(section["recipe"] or {})
-    except ValidationError as error:
-        problem = error.errors()[0]
-        name = f"{folder}: draftsmith.recipe.{'.'.join(map(str, problem['loc']))}"
-        raise ConfigError.of(name, problem["input"], f"a recipe's value ({problem['msg']})") from error
+    section = {"recipe": None, **config["draftsmith"]}
     section["target"] = {"quality": None, "revision": None, **section["target"]}
     return section
 

@@ -1,24 +1,240 @@
-"""Push a drafter to the Hub with huggingface_hub's upload.
+"""Publish a drafter: assemble the folder, and push it to the Hub with huggingface_hub's upload.
 
-The upload is resumable: large files are stored by their content one by one, and the commit comes last. After an
-interruption, call again: stored files are not sent again, and unchanged files are not committed again.
-
-Errors of the connection and of the Hub become one line that says what to do, without the token.
+The folder holds files of the drafter from an allow-list, its card, plots and measurement. The upload is resumable:
+large files are stored by their content one by one, and the commit comes last. After an interruption, call again: stored
+files are not sent again, and unchanged files are not committed again.
 """
 
+import json
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+from safetensors.torch import load_file
 
 from draftsmith.errors import ConfigError, DraftsmithError
-from draftsmith.hub.model_card import check_repo
+from draftsmith.heads.checkpoint import WEIGHTS
+from draftsmith.heads.configs import DRAFTERS
+from draftsmith.heads.draft_model import DraftModel
+from draftsmith.heads.formats.transformers import CODE, write_generate
+from draftsmith.hub.model_card import (
+    EVALUATION,
+    PLOTS,
+    check_licence,
+    check_repo,
+    checkpoint_section,
+    hub_target,
+    without_local_paths,
+    write_card,
+)
+from draftsmith.provenance import weights_fingerprint
+from draftsmith.storage import atomic_folder, require_writable, write_json
+
+if TYPE_CHECKING:
+    from draftsmith.eval.results import StoredEvaluation
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+TOKENIZER += ("chat_template.jinja", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
+PUBLISHED = ("config.json", "generation_config.json", "model.safetensors.index.json", "*.safetensors", *TOKENIZER)
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "quality.json", *TOKENIZER)
+TARGET = "target"
+"""Folder of the adapter of a jointly trained target: next to the drafter in a run, inside it in a publication."""
+STALE = ("model.safetensors", "model-?????-of-?????.safetensors", "model.safetensors.index.json", EVALUATION)
+STALE += (*(f"{TARGET}/{name}" for name in ADAPTER), f"{CODE}/generate.py", f"{CODE}/requirements.txt")
+"""Files of an earlier push that would be read with the new one: other weights, or their measurement."""
+
+
+@dataclass(frozen=True)
+class Publication:
+    """A drafter, its repository, and the details of its card."""
+
+    folder: Path
+    """A draftsmith checkpoint."""
+    repo: str
+    """`user/name`"""
+    evaluation: Path | None = None
+    """An `eval.json` or its folder; by default the one in the checkpoint, if there is one."""
+    measured_as: str | None = None
+    """The drafter's name in the evaluation; needed if it has several drafters and none with this folder."""
+    licence: str | None = None
+    base_model: str | None = None
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    """Rows of the training run's `metrics.jsonl`."""
+
+    @property
+    def target(self) -> str | None:
+        """Hub id of the target; None for a local one."""
+        return self.base_model or hub_target(checkpoint_section(self.folder))
+
+    @property
+    def title(self) -> str:
+        """Title in the commit message."""
+        name = DRAFTERS[checkpoint_section(self.folder)["type"]].card_name
+        return f"{name[0].upper()}{name[1:]} for {self.target or 'its target'}"
+
+
+def check_publication(publication: Publication) -> list[str]:
+    """Check a publication and return notes on what its card will lack; raise ConfigError if it cannot be published."""
+    check_repo("repo", publication.repo)
+    section = checkpoint_section(publication.folder)
+    check_licence(publication.licence)
+    if publication.base_model is not None:
+        check_repo("base_model", publication.base_model)
+    if not any(publication.folder.glob("*.safetensors")):
+        raise ConfigError(f"{publication.folder} holds no *.safetensors; expected a drafter checkpoint")
+    _adapter(publication.folder, section)
+    measured = _measured(publication)
+    notes = []
+    if publication.base_model is None and hub_target(section) is None:
+        notes.append(
+            "base_model is left out, since the target's name is not that of a repository; give --base-model user/name"
+        )
+    if publication.licence is None:
+        notes.append(
+            "the licence is left out; give --licence (a draft model cut from a target has the target's licence)"
+        )
+    if measured is None:
+        notes.append("not measured: the card has no alpha, tau and speedup; give --eval (see `draftsmith eval`)")
+    return notes
+
+
+def assemble(publication: Publication, out: Path) -> list[Path]:
+    """Write the publication to `out`, which is new, empty or an earlier publication; return its files, relative to it.
+
+    Raises:
+        ConfigError: if `out` holds other files.
+    """
+    check_out(out, publication.folder)
+    source, section = publication.folder, checkpoint_section(publication.folder)
+    measured = _measured(publication)
+    with atomic_folder(out) as temporary:
+        _copy(source, temporary, PUBLISHED)
+        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        write_json(temporary / "config.json", _public_config(config, publication.base_model))
+        if (adapter := _adapter(source, section)) is not None:
+            _copy(adapter, temporary / TARGET, ADAPTER)
+            file = temporary / TARGET / "adapter_config.json"
+            config = json.loads(file.read_text(encoding="utf-8"))
+            base = publication.base_model or without_local_paths(config["base_model_name_or_path"])
+            write_json(file, {**config, "base_model_name_or_path": base})
+        if section["type"] != DraftModel.type:
+            write_generate(temporary)
+        evaluation, drafter = None, None
+        if measured is not None:
+            evaluation, drafter = without_local_paths(measured[0]), measured[1]
+            evaluation["settings"]["drafters"][drafter] = publication.repo
+        write_card(
+            temporary,
+            evaluation,
+            drafter,
+            repo=publication.repo,
+            licence=publication.licence,
+            base_model=publication.base_model,
+            metrics=publication.metrics,
+        )
+    return sorted(file.relative_to(out) for file in out.rglob("*") if file.is_file())
+
+
+def check_out(out: Path, source: Path) -> None:
+    """Check that `out` may be replaced: it is new, empty or an earlier publication, and not `source`."""
+    require_writable("out", out)
+    if out.resolve() == source.resolve():
+        raise ConfigError(f"out={out} is the drafter; expected another folder")
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"out={out} is a file; expected a folder")
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    known = {PLOTS, TARGET, CODE, "README.md", EVALUATION}
+    for entry in out.iterdir():
+        if entry.name not in known and not any(entry.match(pattern) for pattern in PUBLISHED):
+            raise ConfigError(f"out={out} holds {entry.name}; expected a new folder, or one that push wrote")
+    checkpoint_section(out)
+
+
+def _copy(source: Path, out: Path, patterns: tuple[str, ...]) -> None:
+    out.mkdir(exist_ok=True)
+    for file in sorted(source.iterdir()):
+        if file.is_file() and any(file.match(pattern) for pattern in patterns):
+            shutil.copyfile(file, out / file.name)
+
+
+def _public_config(config: dict[str, Any], base_model: str | None) -> dict[str, Any]:
+    """Return config.json without local paths, with the target's name on the Hub if it is given."""
+    section = without_local_paths(config["draftsmith"])
+    if base_model is not None:
+        section["target"]["name"] = base_model
+        if "target" in (section["recipe"] or {}):
+            section["recipe"]["target"]["model"] = base_model
+    return {**config, **without_local_paths({"_name_or_path": config.get("_name_or_path", "")}), "draftsmith": section}
+
+
+def run_of(folder: Path) -> Path:
+    """Return the folder of the run that a drafter's folder is in, also if `folder` is `.`."""
+    return Path(os.path.abspath(folder)).parent
+
+
+def _adapter(folder: Path, section: dict[str, Any]) -> Path | None:
+    """Return the adapter of a target that was trained jointly with the drafter; ConfigError if it is missing."""
+    if not section["target"].get("quality"):
+        return None
+    for place in (folder / TARGET, run_of(folder) / TARGET):
+        if (place / "adapter_config.json").is_file():
+            return place
+    raise ConfigError(
+        f"{folder} was trained together with its target, and the adapter is missing; expected the folder "
+        f"{run_of(folder) / TARGET}"
+    )
+
+
+def _measured(publication: Publication) -> "tuple[StoredEvaluation, str] | None":
+    """Return the measurement and the drafter's name in it: the given one, the one with this folder, or the only one."""
+    place = publication.evaluation
+    if place is None and (publication.folder / EVALUATION).is_file():
+        place = publication.folder / EVALUATION
+    if place is None:
+        return None
+    from draftsmith.eval.results import frozen_rows, read_evaluation  # loads the decoder: only where there is one
+
+    evaluation = read_evaluation(place)
+    if evaluation.get("server"):  # its rows name no type and no weights
+        raise ConfigError(
+            f"{place} was measured on a server, which does not tell which drafter it has; expected the eval.json of "
+            "draftsmith eval"
+        )
+    named = evaluation["settings"]["drafters"]
+    measured = {row["drafter"]: row["drafter_type"] for row in frozen_rows(evaluation)}
+    own = [name for name, folder in named.items() if Path(folder).resolve() == publication.folder.resolve()]
+    own = [name for name in own if name in measured]
+    # A drafter whose folder exists is another one; if its folder is missing, it may be this one, moved.
+    only = [name for name in measured if len(measured) == 1 and not Path(named[name]).is_dir()]
+    candidates = [publication.measured_as] if publication.measured_as else own or only
+    if len(candidates) != 1 or candidates[0] not in measured:
+        given = f"measured_as={publication.measured_as!r}" if publication.measured_as else str(place)
+        raise ConfigError(
+            f"{given}; expected --as with one of the drafters measured there: {', '.join(sorted(measured))}"
+        )
+    name, kind = candidates[0], checkpoint_section(publication.folder)["type"]
+    if measured[name] != kind:
+        raise ConfigError(f"{place}: {name} is a drafter of type {measured[name]}; expected {kind}, as this one is")
+    then, weights = evaluation["identity"].get("drafters", {}).get(name), publication.folder / WEIGHTS
+    # Unknown for draft models, and in float16.
+    known = then is not None and kind != DraftModel.type and evaluation["settings"]["dtype"] != "float16"
+    if known and weights.is_file() and then != weights_fingerprint(load_file(weights)):
+        raise ConfigError(
+            f"{place}: {name} had other weights than {publication.folder} has; expected it measured again"
+        )
+    return evaluation, name
+
 
 LOGIN = "`hf auth login`, or HF_TOKEN, with a token with write access (https://huggingface.co/settings/tokens)"
+MAIN = "main"
 
 
 class PushError(DraftsmithError):
@@ -37,19 +253,21 @@ def explained(repo: str) -> Iterator[None]:
 
 
 def _explain(repo: str, error: Exception) -> DraftsmithError:
-    causes = _chain(error)
+    causes: list[BaseException] = [error]
+    while causes[-1].__cause__ is not None:
+        causes.append(causes[-1].__cause__)
     answered = next((cause for cause in causes if isinstance(cause, HfHubHTTPError)), None)
     cause = error if isinstance(error, ValueError) else answered or causes[-1]
-    reason = _without_token(" ".join(str(cause).split()))[:300]
+    reason = " ".join(str(cause).replace(get_token() or "\0", "(token)").split())[:300]
     status = None if answered is None else answered.response.status_code
-    if status == 401:
-        return ConfigError(f"push={repo}: the Hub refused the token (401); expected {LOGIN}")
-    if status == 403:
-        return ConfigError(f"push={repo}: the token has no write access to it (403); expected {LOGIN}")
-    if status == 404:
-        return ConfigError(f"push={repo}: the Hub has no such repository or revision (404: {reason}); expected another")
-    if status == 400 or isinstance(error, ValueError):
-        return ConfigError(f"push={repo}: the Hub refused it ({reason}); expected a valid name, branch and card")
+    refusals = {
+        401: f"the Hub refused the token (401); expected {LOGIN}",
+        403: f"the token has no write access to it (403); expected {LOGIN}",
+        404: f"the Hub has no such repository or revision (404: {reason}); expected another",
+        400: f"the Hub refused it ({reason}); expected a valid name, branch and card",
+    }
+    if status in refusals or isinstance(error, ValueError):
+        return ConfigError(f"push={repo}: {refusals.get(status or 400, refusals[400])}")
     if status is not None:
         return PushError(f"push={repo}: the Hub answered {status} ({reason}); the same command continues from there")
     if isinstance(causes[-1], OfflineModeIsEnabled):
@@ -58,22 +276,6 @@ def _explain(repo: str, error: Exception) -> DraftsmithError:
         f"push={repo}: the connection to {constants.ENDPOINT} failed ({type(causes[-1]).__name__}: {reason}); the same "
         "command continues: files that have arrived are not sent again"
     )
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """Return the error and its explicit causes."""
-    chain = [error]
-    while chain[-1].__cause__ is not None:
-        chain.append(chain[-1].__cause__)
-    return chain
-
-
-def _without_token(text: str) -> str:
-    token = get_token()
-    return text.replace(token, "(token)") if token else text
-
-
-MAIN = "main"
 
 
 @dataclass(frozen=True)
@@ -103,7 +305,7 @@ def prepare(destination: Destination) -> None:
     if get_token() is None:
         raise ConfigError(f"push={destination.repo}: no access token of the Hub; expected {LOGIN}")
     api, branch = HfApi(), destination.revision
-    with explained(destination.repo), _quiet():
+    with explained(destination.repo):
         api.create_repo(destination.repo, private=destination.private or None, exist_ok=True)
         if branch not in (None, MAIN):
             api.create_branch(destination.repo, branch=branch, exist_ok=True)
@@ -124,7 +326,7 @@ def upload(
         ConfigError: for a refused token, or a card that the Hub does not accept.
         PushError: if the upload was interrupted; the same call continues.
     """
-    with explained(destination.repo), _quiet(bars=progress):
+    with explained(destination.repo), _bars(progress):
         # Other files may be the user's and are not deleted.
         done = HfApi().upload_folder(
             repo_id=destination.repo,
@@ -137,13 +339,12 @@ def upload(
 
 
 @contextmanager
-def _quiet(*, bars: bool = False) -> Iterator[None]:
-    """Disable the client's progress bars in the block unless `bars`."""
-    before = are_progress_bars_disabled()
+def _bars(shown: bool) -> Iterator[None]:
+    """Disable the client's progress bars in the block unless `shown`."""
+    if not shown:
+        disable_progress_bars()
     try:
-        if not bars:
-            disable_progress_bars()
         yield
     finally:
-        if not before:
+        if not shown:
             enable_progress_bars()

@@ -30,7 +30,7 @@ from draftsmith.heads.hidden_states import layers_of
 from draftsmith.heads.lm_head import checked_size, logits_map
 from draftsmith.heads.lora import check_lora
 from draftsmith.heads.model_config import start_token
-from draftsmith.locks import hold_cache
+from draftsmith.storage import hold_cache
 from draftsmith.train.batch import collate
 from draftsmith.train.data import TrainingData, frequent_tokens, logit_count, prepare_data
 from draftsmith.train.engine import Engine, TorchEngine

@@ -30,11 +30,10 @@ from draftsmith.distill.server.settings import ServerSection
 from draftsmith.errors import ConfigError
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.heads.model_config import context_limit, eos_tokens
-from draftsmith.locks import hold_name, require_cache
 from draftsmith.names import check_attention
 from draftsmith.provenance import tokenizer_fingerprint
 from draftsmith.safe_text import Terminal
-from draftsmith.storage import require_writable_file, write_text, writing
+from draftsmith.storage import hold_name, require_writable_file, write_text, writing
 from draftsmith.train.bootstrap import load_parts
 from draftsmith.train.launch import RunContext, make_accelerator, preflight
 from draftsmith.train.progress import Console
@@ -210,7 +209,6 @@ def prepare(recipe: Recipe) -> None:
         ConfigError: for a recipe that cannot be prepared on this machine, before anything is loaded where possible.
     """
     preflight(recipe, training=False)
-    require_cache()
     accelerator = make_accelerator(recipe, Path(recipe.output))
     context = RunContext.of(recipe, accelerator)
     data = load_parts(context).data

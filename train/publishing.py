@@ -12,8 +12,7 @@ from typing import Any
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.hub.model_card import check_licence, check_repo
-from draftsmith.hub.publication import STALE, Publication, assemble
-from draftsmith.hub.push import Destination, PushError, prepare, upload
+from draftsmith.hub.push import STALE, Destination, Publication, PushError, assemble, prepare, upload
 from draftsmith.reading import read_json
 from draftsmith.storage import clear_leftovers, write_json
 from draftsmith.train.progress import Console

@@ -12,10 +12,9 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from draftsmith.errors import ConfigError, DraftsmithError
-from draftsmith.locks import LOCK, hold_folder
 from draftsmith.names import EMBEDDED
 from draftsmith.reading import dump_yaml, parse_json, parse_yaml, read_json, read_text
-from draftsmith.storage import clear_leftovers, is_leftover, write_json, write_text
+from draftsmith.storage import LOCK, clear_leftovers, hold_folder, is_leftover, write_json, write_text
 from draftsmith.train.checkpoint import read_state, stored_recipes
 from draftsmith.train.learning_rates import decay_steps, warmup_steps
 from draftsmith.train.recipe import Recipe, parse_recipe

@@ -16,7 +16,7 @@ from accelerate.utils import broadcast_object_list
 from draftsmith.decode.clock import PartClock
 from draftsmith.distill.cotraining import measure_quality
 from draftsmith.heads.model_config import context_limit, start_token
-from draftsmith.locks import hold_folder
+from draftsmith.storage import hold_folder
 from draftsmith.train.batch import Batch, batch_indices, collate, response_tokens
 from draftsmith.train.bootstrap import compile_drafter, load_parts, make_engine, make_step, sequence_part
 from draftsmith.train.data import read_images, resample

@@ -31,10 +31,9 @@ from draftsmith.distill.server.client import LOST, RequestFailed, ServerClient
 from draftsmith.distill.server.journal import KEPT, Journal
 from draftsmith.distill.server.settings import ServerSection, require_client
 from draftsmith.errors import ConfigError, DraftsmithError
-from draftsmith.locks import hold_cache
 from draftsmith.provenance import fingerprint
 from draftsmith.safe_text import Terminal
-from draftsmith.storage import cache_dir, writing
+from draftsmith.storage import cache_dir, hold_cache, writing
 
 VERSION = 2
 ANSWERS = "answers.jsonl"

@@ -15,28 +15,18 @@ from draftsmith.cli.eval import eval_app
 from draftsmith.cli.forecast import forecast
 from draftsmith.cli.options import (
     DRAFTER_HELP,
+    LOADED,
     POLICY_HELP,
-    AttentionOption,
-    CompileOption,
-    DtypeOption,
-    InvariantOption,
-    JsonOption,
-    RuleOption,
-    SeedOption,
-    TargetOption,
-    TemplateOption,
-    TemplateOptionsOption,
-    TopKOption,
-    TopPOption,
-    TrustOption,
-    at_least_one,
+    TEMPLATE,
     checked_drafters,
     checked_policy,
     checked_recipe,
+    flag,
     not_negative,
     print_json,
+    settings_of,
     suggest,
-    template_options,
+    taking,
 )
 from draftsmith.cli.publish import export, import_, push
 from draftsmith.errors import ConfigError, DraftsmithError, one_line, reason_of
@@ -47,13 +37,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
-app.add_typer(data_app, name="data")
-app.add_typer(eval_app, name="eval")
-app.command()(check)
-app.command()(forecast)
-app.command()(export)
-app.command(name="import")(import_)
-app.command()(push)
+TRAIN, MEASURE, PUBLISH = "Train", "Measure and decode", "Publish"
+"""Groups of commands in `--help`."""
+RecipeArgument = Annotated[str, typer.Argument(help="A YAML file, or a shipped recipe (`draftsmith recipes`).")]
+OverridesArgument = Annotated[list[str] | None, typer.Argument(help="section.key=value; overrides the file.")]
 
 
 def _show_version(value: bool) -> None:
@@ -81,14 +68,14 @@ draftsmith --help       lists every command\
 def _options(
     context: typer.Context,
     version: Annotated[  # noqa: ARG001  # its callback prints it
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print version.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print version.", metavar="")
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:
         typer.echo(LOOP)
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN)
 def quickstart(
     out: Annotated[Path, typer.Option("--out", help="Folder for runs and the report.")] = Path("runs/quickstart"),
 ) -> None:
@@ -98,10 +85,10 @@ def quickstart(
     run(out)
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN)
 def train(
-    recipe: Annotated[str, typer.Argument(help="A YAML file, or a shipped recipe (`draftsmith recipes`).")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value; overrides the file.")] = None,
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
 ) -> None:
     """Train a drafter in this process. Several processes: accelerate launch -m draftsmith.train RECIPE."""
     checked = checked_recipe(recipe, overrides)
@@ -110,17 +97,17 @@ def train(
     typer.echo(printable(f"drafter: {run(checked)}"))
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN)
 def memory(
-    recipe: Annotated[str, typer.Argument(help="A YAML file, or a shipped recipe (`draftsmith recipes`).")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value; overrides the file.")] = None,
+    recipe: RecipeArgument,
+    overrides: OverridesArgument = None,
     processes: Annotated[int, typer.Option("--processes", min=1, help="Processes that share a batch.")] = 1,
-    sharded: Annotated[bool, typer.Option("--sharded", help="Estimate for FSDP2 or ZeRO.")] = False,
+    sharded: flag("--sharded", "Estimate for FSDP2 or ZeRO.") = False,
     on: Annotated[
         str | None,
         typer.Option("--on", help="A GPU, such as h100 or 4090: does the run fit, how long does it take?"),
     ] = None,
-    as_json: JsonOption = False,
+    as_json: flag("--json", "Print the result as JSON, instead of tables.") = False,
 ) -> None:
     """Estimate the memory (and time) of a recipe in each process from the target's config, without its weights."""
     checked = checked_recipe(recipe, overrides)
@@ -175,89 +162,60 @@ def memory(
     suggest("accelerate", "launch", *launch, "-m", "draftsmith.train", recipe, *given)
 
 
-@app.command()
+@app.command(rich_help_panel=MEASURE)
+@taking(
+    *("target", "draft_length", "rule", "top_k", "top_p", "seed", *LOADED, "compile", "invariant"), max_new_tokens=128
+)
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
-    target: TargetOption,
+    draft_length: int | None,
+    max_new_tokens: int,
+    trust_remote_code: bool,
     drafter: Annotated[str | None, typer.Option("--drafter", help=DRAFTER_HELP)] = None,
-    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.", callback=not_negative)] = 0.0,
-    gamma: Annotated[
-        int | None, typer.Option("--gamma", help="Draft length; default: the drafter's own.", callback=at_least_one)
-    ] = None,
     policy: Annotated[str | None, typer.Option("--policy", help=POLICY_HELP, callback=checked_policy)] = None,
-    rule: RuleOption = None,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.", callback=not_negative)] = 0.0,
     image: Annotated[list[str] | None, typer.Option("--image", help="Image before the prompt; repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="String that ends the text; repeatable.")] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", help="Most tokens to generate.", callback=at_least_one)
-    ] = 128,
-    top_k: TopKOption = None,
-    top_p: TopPOption = None,
-    seed: SeedOption = 0,
-    dtype: DtypeOption = "float32",
-    attn_implementation: AttentionOption = None,
-    compile: CompileOption = False,
-    invariant: InvariantOption = False,
-    trust_remote_code: TrustOption = False,
+    **given: Any,
 ) -> None:
     """Stream the continuation of a prompt; accepted draft tokens are coloured."""
-    if drafter is not None:
-        checked_drafters([drafter])  # a folder that is missing is told before torch is imported
-    from draftsmith.cli.generate import GenerateRequest, stream
+    own = {"draft_length": draft_length, "policy": policy}
+    if drafter is None and (used := [name for name, value in own.items() if value is not None]):
+        raise ConfigError(f"{used[0]}={own[used[0]]} without --drafter; expected a drafter")
+    # A folder that is missing is told before torch is imported.
+    named = checked_drafters([f"drafter={drafter}"]) if drafter else {}
+    from draftsmith.cli.generate import stream
+    from draftsmith.eval.settings import PairSettings
 
-    request = GenerateRequest(
-        target=target,
-        drafters={"drafter": drafter} if drafter else {},
-        temperatures=(temperature,),
-        draft_length=gamma,
-        policies=() if policy is None else (policy,),
-        rule=rule,
-        image_files=tuple(image or ()),
-        stop_strings=tuple(stop or ()),
-        max_new_tokens=max_new_tokens,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        compile=compile,
-        invariant=invariant,
+    settings = settings_of(
+        PairSettings, given, drafters=named, temperatures=(temperature,), policies=policy and (policy,)
     )
-    stream(prompt, request, trust_remote_code=trust_remote_code)
+    texts = {"max_new_tokens": max_new_tokens, "stop_strings": tuple(stop or ())}
+    stream(
+        prompt, settings, draft_length=draft_length, images=image or [], trust_remote_code=trust_remote_code, **texts
+    )
 
 
-@app.command()
+@app.command(rich_help_panel=MEASURE)
+@taking("target", *TEMPLATE, *LOADED)
 def demo(
-    target: TargetOption,
+    trust_remote_code: bool,
     drafter: Annotated[str, typer.Option("--drafter", help=DRAFTER_HELP)],
     host: Annotated[
         str, typer.Option("--host", help="Address to listen on; at 0.0.0.0, other machines can open the page.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", help="Port to listen on.")] = 7860,
-    chat_template: TemplateOption = None,
-    template_option: TemplateOptionsOption = None,
-    dtype: DtypeOption = "float32",
-    attn_implementation: AttentionOption = None,
-    trust_remote_code: TrustOption = False,
+    port: Annotated[int, typer.Option("--port", help="Port to listen on.", min=1, max=65535)] = 7860,
+    **given: Any,
 ) -> None:
     """Serve a page on this machine that decodes a prompt with and without the drafter, side by side."""
-    drafters, options = checked_drafters([drafter]), template_options(template_option)
-    from draftsmith.cli.demo import DemoRequest, serve
+    named = checked_drafters([drafter])
+    from draftsmith.cli.demo import serve
+    from draftsmith.eval.settings import PairSettings
 
-    request = DemoRequest(
-        target=target,
-        drafters=drafters,
-        host=host,
-        port=port,
-        chat_template=chat_template,
-        template_options=options,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-    )
-    serve(request, trust_remote_code=trust_remote_code)
+    serve(settings_of(PairSettings, given, drafters=named), host, port, trust_remote_code=trust_remote_code)
 
 
-@app.command()
+@app.command(rich_help_panel="This machine")
 def env() -> None:
     """Print versions, devices and threads for a bug report; no paths and no tokens."""
     import torch
@@ -276,10 +234,10 @@ def env() -> None:
             typer.echo(printable(f"{name:22s} {value}"))
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN)
 def recipes(
     name: Annotated[str | None, typer.Argument(help="Recipe to print.")] = None,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of recipes, for editors.")] = False,
+    schema: flag("--schema", "Print the JSON schema of recipes, for editors.") = False,
 ) -> None:
     """List the shipped recipes, or print one, or a launch file such as accelerate/ddp_8gpu."""
     from draftsmith.train.recipe import LAUNCH_CONFIGS, Recipe, launch_configs, shipped_recipes, unknown_recipe
@@ -298,6 +256,15 @@ def recipes(
         raise unknown_recipe(name, [*shipped, *launch])
     typer.echo(shipped[name], nl=False)
     suggest("draftsmith", "memory", name, to_stderr=True)
+
+
+app.add_typer(data_app, name="data", rich_help_panel=TRAIN)
+app.add_typer(eval_app, name="eval", rich_help_panel=MEASURE)
+app.command(rich_help_panel=MEASURE)(check)
+app.command(rich_help_panel=MEASURE)(forecast)
+app.command(rich_help_panel=PUBLISH)(export)
+app.command(name="import", rich_help_panel=PUBLISH)(import_)
+app.command(rich_help_panel=PUBLISH)(push)
 
 
 def main(arguments: list[str] | None = None) -> Any:

@@ -2,35 +2,20 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from draftsmith.cli.options import (
-    AttentionOption,
-    CompileOption,
-    CountOption,
-    ImagesOption,
-    InvariantOption,
-    JsonOption,
-    PromptsOption,
-    RuleOption,
-    SeedOption,
-    TargetOption,
-    TemperaturesOption,
-    TemplateOption,
-    TemplateOptionsOption,
-    TopKOption,
-    TopPOption,
-    TrustOption,
+    LOADED,
+    TEMPLATE,
     at_least_one,
     checked_drafters,
-    checked_dtype,
-    checked_policy,
     measuring,
     print_json,
+    settings_of,
     suggest,
-    template_options,
+    taking,
 )
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.reading import read_json
@@ -44,13 +29,21 @@ if TYPE_CHECKING:
 EXIT_CODES = {"lossless": 0, "lossy": 1, "inconclusive": 3}
 """By verdict; 2 is bad input, as in every command."""
 LEAST_TOKENS = 500
+NOT_SERVED = {"draft_length": "gamma", "policies": "policy"}
+NOT_SERVED |= {name: name for name in ("rule", "images", "compile", "invariant")}
+"""Options of decoding on this machine."""
 
 
+@taking(
+    *("target", "drafters", "prompts", "draft_length", "policies", "temperatures", "rule", "top_k", "top_p", "seed"),
+    *(*TEMPLATE, *LOADED, "compile", "invariant", "images", "as_json"),
+    count=12,
+    dtype=None,
+    out=None,
+)
 def check(
-    target: TargetOption,
-    drafter: Annotated[
-        list[str] | None, typer.Option("--drafter", help="As for `draftsmith eval`; repeatable.")
-    ] = None,
+    target: str,
+    drafters: list[str] | None,
     server: Annotated[
         str | None, typer.Option("--server", help="Address of a running server with speculation; without --drafter.")
     ] = None,
@@ -61,78 +54,26 @@ def check(
         str | None,
         typer.Option("--baseline", help="Address of a server without speculation, instead of loading the target."),
     ] = None,
-    prompts: PromptsOption = "embedded",
-    count: CountOption = 12,
-    temperature: TemperaturesOption = None,
-    gamma: Annotated[
-        int | None, typer.Option("--gamma", help="Draft length; default: each drafter's own.", callback=at_least_one)
-    ] = None,
-    policy: Annotated[
-        list[str] | None,
-        typer.Option("--policy", help="As for `draftsmith eval`; repeatable.", callback=checked_policy),
-    ] = None,
-    rule: RuleOption = None,
     tokens: Annotated[
         int, typer.Option("--tokens", help="Tokens to sample; as many for the control.", callback=at_least_one)
     ] = 10_000,
-    top_k: TopKOption = None,
-    top_p: TopPOption = None,
-    seed: SeedOption = 0,
-    chat_template: TemplateOption = None,
-    template_option: TemplateOptionsOption = None,
-    images: ImagesOption = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            "--dtype", help="Dtype of the target; default: float32, with --server bfloat16.", callback=checked_dtype
-        ),
-    ] = None,
-    attn_implementation: AttentionOption = None,
-    compile: CompileOption = False,
-    invariant: InvariantOption = False,
-    trust_remote_code: TrustOption = False,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for check.json and check.md.")] = None,
-    as_json: JsonOption = False,
+    *,
+    out: Path | None,
+    as_json: bool,
+    trust_remote_code: bool,
+    **given: Any,
 ) -> None:
     """Test that decoding with drafters, or a server, is lossless. Exit code 0: lossless, 1: lossy, 3: inconclusive."""
     if tokens < LEAST_TOKENS:  # before torch is imported
         raise ConfigError.of("tokens", tokens, f">= {LEAST_TOKENS}")
-    drafters = _drafters(drafter, server, model, baseline)
-    unused = {
-        "gamma": gamma,
-        "policy": policy,
-        "rule": rule,
-        "images": images,
-        "compile": compile,
-        "invariant": invariant,
-    }
-    if server is not None and (given := [name for name, value in unused.items() if value]):
-        raise ConfigError(f"--{given[0]} with --server; expected it at the server's start")
+    named = _drafters(drafters, server, model, baseline)
+    if server is not None and (used := [option for name, option in NOT_SERVED.items() if given[name]]):
+        raise ConfigError(f"--{used[0]} with --server; expected it at the server's start")
     from draftsmith.eval.lossless.check import CheckSettings
 
-    settings = CheckSettings(
-        target=target,
-        drafters=drafters,
-        prompts=prompts,
-        count=count,
-        temperatures=tuple(temperature or (0.0, 1.0)),
-        draft_length=gamma,
-        policies=tuple(policy or ()),
-        rule=rule,
-        tokens=tokens,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        chat_template=chat_template,
-        template_options=template_options(template_option),
-        images=images,
-        dtype=dtype or ("float32" if server is None else "bfloat16"),
-        attn_implementation=attn_implementation,
-        compile=compile,
-        invariant=invariant,
-        baseline=baseline,
-    )
-    rows = _validated(settings, out)
+    given["dtype"] = given["dtype"] or ("float32" if server is None else "bfloat16")
+    settings = settings_of(CheckSettings, given, target=target, drafters=named, tokens=tokens, baseline=baseline)
+    rows = _validated(settings)
 
     def checking(keep: "Keep") -> "Check":
         from draftsmith.eval.lossless.check import check
@@ -148,13 +89,13 @@ def check(
     if out is None:
         checked = _run(checking, out, as_json)
     else:
-        from draftsmith.locks import hold_folder
+        from draftsmith.storage import hold_folder
 
         with hold_folder("out", out):
             _require_folder(settings, out)
             checked = _run(checking, out, as_json)
-    if checked.verdict == "lossless" and not as_json and drafter:
-        suggest("draftsmith", "eval", *measuring(target, drafter, prompts, settings))
+    if checked.verdict == "lossless" and not as_json and drafters:
+        suggest("draftsmith", *measuring("eval", settings, drafters))
     raise typer.Exit(EXIT_CODES[checked.verdict])
 
 
@@ -176,12 +117,12 @@ def _drafters(drafter: list[str] | None, server: str | None, model: str | None, 
     return {model or "server": server}
 
 
-def _validated(settings: "CheckSettings", out: Path | None) -> "PromptRows":
+def _validated(settings: "CheckSettings") -> "PromptRows":
     """Return the rows of the prompts; ConfigError for settings that cannot be checked."""
     from draftsmith.eval.prompts import PromptRows
     from draftsmith.eval.settings import require_valid
 
-    require_valid(settings, counts={"gamma": [settings.draft_length], "count": [settings.count]}, out=out)
+    require_valid(settings, counts={"gamma": [settings.draft_length], "count": [settings.count]})
     if settings.draft_length is not None and settings.policies:
         raise ConfigError(f"gamma={settings.draft_length} and policy={settings.policies[0]}; expected one of the two")
     return PromptRows.read(settings.prompts, images=settings.images)

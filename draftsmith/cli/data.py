@@ -6,18 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from draftsmith.cli.options import (
-    AttentionOption,
-    DtypeOption,
-    SplitOption,
-    SubsetOption,
-    TargetOption,
-    TemplateOption,
-    TemplateOptionsOption,
-    TopPOption,
-    TrustOption,
+    LOADED,
+    TEMPLATE,
     checked_prompts,
     checked_recipe,
     suggest,
+    taking,
     template_options,
 )
 from draftsmith.errors import ConfigError
@@ -36,135 +30,105 @@ PromptsArgument = Annotated[
 ]
 PromptTokensOption = Annotated[int, typer.Option("--prompt-tokens", help="Longer prompts are left out and counted.")]
 ResponseTokensOption = Annotated[int, typer.Option("--response-tokens", "--max-tokens", help="The longest response.")]
-ServerOption = Annotated[
-    str | None, typer.Option("--server", help="Address of a server that speaks OpenAI's API and answers instead.")
-]
-ModelOption = Annotated[str | None, typer.Option("--model", help="The name under which the server has the target.")]
-RouteOption = Annotated[
-    str | None, typer.Option("--route", help="'chat', 'completion' or 'auto': chat for conversations.")
-]
-ThinkingOption = Annotated[
-    str | None, typer.Option("--thinking", help="'keep' or 'drop' what the server returns as reasoning_content.")
-]
-ExtraBodyOption = Annotated[
-    str | None, typer.Option("--extra-body", help="JSON object with further fields of every request, such as top_k.")
-]
-ConcurrencyOption = Annotated[
-    int | None, typer.Option("--concurrency", help="Requests to the server at a time; default: 64.")
-]
-TimeoutOption = Annotated[float | None, typer.Option("--timeout", help="Seconds for one answer; default: 600.")]
-FailuresOption = Annotated[
-    int | None, typer.Option("--failures", help="Conversations that may fail after all retries; default: 20.")
-]
 
 
 @data_app.command(name="preview")
+@taking("target", "subset", "split", *TEMPLATE, "trust_remote_code", count=10_000)
 def data_preview(
     prompts: PromptsArgument,
-    target: TargetOption,
+    target: str,
+    trust_remote_code: bool,
     response: Annotated[
         str | None,
         typer.Option("--response", help="'text' (the file's) or 'target' (only prompts); default: by the first row."),
     ] = None,
     show: Annotated[int, typer.Option("--show", help="Samples to print.")] = 3,
-    count: Annotated[int, typer.Option("--count", help="Samples to read for the statistics.")] = 10_000,
     prompt_tokens: PromptTokensOption = 2048,
     response_tokens: ResponseTokensOption = 8192,
-    subset: SubsetOption = None,
-    split: SplitOption = "train",
-    chat_template: TemplateOption = None,
-    template_option: TemplateOptionsOption = None,
-    trust_remote_code: TrustOption = False,
+    **given: Any,
 ) -> None:
     """Show samples with their trained tokens highlighted, and the distribution of lengths."""
-    variables = template_options(template_option)
-    data = _section(
-        prompts=prompts,
-        response=response,
-        count=count,
-        prompt_tokens=prompt_tokens,
-        response_tokens=response_tokens,
-        subset=subset,
-        split=split,
-        chat_template=chat_template,
-        template_options=variables,
-    )
+    tokens = {"prompt_tokens": prompt_tokens, "response_tokens": response_tokens}
+    data = _section(given, prompts=prompts, response=response, **tokens)
     if response is None:
         from draftsmith.distill.sources import has_answers
 
-        response = "text" if has_answers(prompts, subset, split) else "target"
+        response = "text" if has_answers(prompts, data.subset, data.split) else "target"
         data = data.model_copy(update={"response": response})
     from draftsmith.train.prepare import preview
 
     preview(target, data, show=show, trust_remote_code=trust_remote_code)
-    given = {"subset": subset, "split": split if split != "train" else None, "chat_template": chat_template}
-    _suggest_recipe(target, prompts, response, {key: value for key, value in given.items() if value is not None})
+    named = {key: given[key] for key in ("subset", "split", "chat_template") if given[key] not in (None, "train")}
+    _suggest_recipe(target, prompts, response, named)
 
 
 @data_app.command(name="regenerate")
+@taking("target", "subset", "split", "top_p", "seed", *TEMPLATE, *LOADED, count=1_000_000)
 def data_regenerate(
     prompts: PromptsArgument,
-    target: TargetOption,
+    target: str,
+    seed: int,
+    dtype: str,
+    attn_implementation: str | None,
+    trust_remote_code: bool,
     out: Annotated[Path, typer.Option("--out", help="JSONL file to write.")],
     drafter: Annotated[str | None, typer.Option("--drafter", help="Speeds up sampling losslessly.")] = None,
     turns: Annotated[str, typer.Option("--turns", help="Turns to answer: 'first' or 'all'.")] = "first",
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 1.0,
     responses: Annotated[int, typer.Option("--responses", min=1, help="Responses to each prompt.")] = 1,
-    count: Annotated[int, typer.Option("--count", help="Largest number of prompts.")] = 1_000_000,
     prompt_tokens: PromptTokensOption = 2048,
     response_tokens: ResponseTokensOption = 1024,
     batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts decoded together.")] = 64,
-    seed: Annotated[int, typer.Option("--seed")] = 0,
-    subset: SubsetOption = None,
-    split: SplitOption = "train",
-    chat_template: TemplateOption = None,
-    template_option: TemplateOptionsOption = None,
-    dtype: DtypeOption = "float32",
-    attn_implementation: AttentionOption = None,
-    trust_remote_code: TrustOption = False,
-    server: ServerOption = None,
-    model: ModelOption = None,
-    route: RouteOption = None,
-    top_p: TopPOption = None,
-    thinking: ThinkingOption = None,
-    extra_body: ExtraBodyOption = None,
-    concurrency: ConcurrencyOption = None,
-    timeout: TimeoutOption = None,
-    failures: FailuresOption = None,
+    server: Annotated[
+        str | None,
+        typer.Option("--server", help="Address of a server that speaks OpenAI's API and answers instead."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="The name under which the server has the target.")
+    ] = None,
+    route: Annotated[
+        str | None, typer.Option("--route", help="'chat', 'completion' or 'auto': chat for conversations.")
+    ] = None,
+    thinking: Annotated[
+        str | None, typer.Option("--thinking", help="'keep' or 'drop' what the server returns as reasoning_content.")
+    ] = None,
+    extra_body: Annotated[
+        str | None,
+        typer.Option("--extra-body", help="JSON object with further fields of every request, such as top_k."),
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option("--concurrency", help="Requests to the server at a time; default: 64.")
+    ] = None,
+    timeout_seconds: Annotated[
+        float | None, typer.Option("--timeout", help="Seconds for one answer; default: 600.")
+    ] = None,
+    failures: Annotated[
+        int | None, typer.Option("--failures", help="Conversations that may fail after all retries; default: 20.")
+    ] = None,
+    **given: Any,
 ) -> None:
     """Sample the target's response to every prompt; an interrupted command continues when it is run again."""
-    options = {"model": model, "route": route, "top_p": top_p, "thinking": thinking, "extra_body": extra_body}
-    options |= {"concurrency": concurrency, "timeout_seconds": timeout, "failures": failures}
-    asked = _server(server, drafter, options)
+    options = {"model": model, "route": route, "top_p": given.pop("top_p"), "thinking": thinking}
+    options |= {"concurrency": concurrency, "timeout": timeout_seconds, "failures": failures}
+    asked = _server(server, drafter, options | {"extra-body": extra_body})
     if responses > 1 and temperature == 0:
         raise ConfigError(f"--responses {responses} with --temperature 0, which gives the same text again; expected 1")
-    data = _section(
-        prompts=prompts,
-        count=count,
-        prompt_tokens=prompt_tokens,
-        response_tokens=response_tokens,
-        turns=turns,
-        responses=responses,
-        temperature=temperature,
-        batch_size=batch_size,
-        server=asked,
-        subset=subset,
-        split=split,
-        chat_template=chat_template,
-        template_options=template_options(template_option),
-    )
+    sampled = {"turns": turns, "responses": responses, "temperature": temperature, "batch_size": batch_size}
+    sampled |= {"prompt_tokens": prompt_tokens, "response_tokens": response_tokens, "server": asked}
+    data = _section(given, prompts=prompts, **sampled)
     from draftsmith.train.prepare import Loading, regenerate
 
     loading = Loading(target, dtype, attn_implementation, trust_remote_code)
     regenerate(loading, data, out, seed=seed, drafter=drafter)
-    _suggest_recipe(target, out, "text", {} if chat_template is None else {"chat_template": chat_template})
+    _suggest_recipe(target, out, "text", {} if data.chat_template is None else {"chat_template": data.chat_template})
 
 
-def _section(**values: Any) -> "DataSection":
+def _section(given: dict[str, Any], **own: Any) -> "DataSection":
     """Return the recipe's section `data` that a command's options describe."""
     from draftsmith.config import section_of
     from draftsmith.distill.data_section import DataSection
 
+    values = {**given, "template_options": template_options(given["template_options"]), **own}
     return section_of(DataSection, lambda name: f"--{name.replace('_', '-')}", **values)
 
 
@@ -181,7 +145,7 @@ def _server(address: str | None, drafter: str | None, options: dict[str, Any]) -
     if address is None:
         given = next((name for name, value in options.items() if value is not None), None)
         if given is not None:
-            raise ConfigError(f"--{given.replace('_', '-')} without --server; expected the address of a server")
+            raise ConfigError(f"--{given} without --server; expected the address of a server")
         return None
     if drafter is not None:
         raise ConfigError(f"--drafter {drafter} with --server; expected one of the two")
@@ -189,7 +153,8 @@ def _server(address: str | None, drafter: str | None, options: dict[str, Any]) -
         raise ConfigError("--model is missing; expected the name under which the server has the target")
     from draftsmith.distill.server.settings import server_section
 
-    return server_section(url=address, **{**options, "extra_body": _json_object(options["extra_body"])})
+    extra, timeout = _json_object(options.pop("extra-body")), options.pop("timeout")
+    return server_section(url=address, **options, extra_body=extra, timeout_seconds=timeout)
 
 
 def _json_object(text: str | None) -> Any:

@@ -2,25 +2,27 @@
 
 import html
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from importlib import import_module
+from queue import Queue
+from threading import Event, Thread
 from typing import Any
 
 from draftsmith.cli.options import measuring, suggest
-from draftsmith.cli.race import Lane, race
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.profiling import measure_costs
+from draftsmith.decode.sequence import Round
 from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.detokenize import IncrementalText
 from draftsmith.distill.sources import Conversation
 from draftsmith.errors import ConfigError, one_line, reason_of
 from draftsmith.eval.baseline import fastest_threads, threads
 from draftsmith.eval.settings import PairSettings, Session, load_session, require_valid
-from draftsmith.metrics import acceptance_at, position_counts
+from draftsmith.metrics import acceptance_at, position_counts, tau
 from draftsmith.safe_text import printable
 
-LOOPBACK = "127.0.0.1"
 EXAMPLES = ("    def test_close(self):\n", "Once upon a time", "Why is speculative decoding lossless?")
 LONGEST_DRAFT, MOST_TOKENS = 16, 1024
 CHAIN, DEFAULT = "chain of that length", "the drafter's default"
@@ -39,35 +41,102 @@ STYLE = """
 """
 
 
-@dataclass(frozen=True)
-class DemoRequest(PairSettings):
-    """A target, one drafter, and the address of the page."""
+Step = tuple[list[int], Round | None]
+"""The tokens of a round, or of the prefill, which has no record."""
 
-    host: str = LOOPBACK
-    port: int = 7860
+
+def steps(decoder: SpeculativeDecoder, prompt: list[int], cpu_threads: int, **settings: Any) -> Generator[Step]:
+    """Yield the steps of a text; decoding, in a thread of its own, waits until the next step is asked for.
+
+    Raises:
+        Exception: what the decoding raised.
+    """
+    handed: Queue[Step | Exception | None] = Queue()
+    left = Event()
+
+    def on_tokens(tokens: list[int], record: Round | None) -> None:
+        handed.put((tokens, record))
+        handed.join()
+        if left.is_set():
+            raise InterruptedError
+
+    def decode() -> None:
+        try:
+            with threads(cpu_threads):  # torch counts them by thread
+                decoder.generate(prompt, on_tokens=on_tokens, **settings)
+        except Exception as error:
+            handed.put(error)
+        handed.put(None)
+
+    Thread(target=decode, daemon=True).start()
+    try:
+        while (step := handed.get()) is not None:
+            if isinstance(step, Exception):
+                raise step
+            yield step
+            handed.task_done()
+    finally:
+        left.set()
+        handed.task_done()
+
+
+class Lane:
+    """A text that grows round by round: its pieces, each with whether it was drafted, and its rounds."""
+
+    def __init__(self, text: IncrementalText, steps: Iterator[Step]) -> None:
+        self._text, self._steps = text, steps
+        self.pieces: list[tuple[str, bool]] = []
+        self.tokens: list[int] = []
+        self.rounds: list[Round] = []
+        self.finished = False
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all rounds, without the prefill."""
+        return sum(record.seconds for record in self.rounds)
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second of the rounds; 0 before the first one."""
+        return sum(record.committed for record in self.rounds) / self.seconds if self.rounds else 0.0
+
+    def advance(self) -> None:
+        """Decode one more round, at first the prefill."""
+        step = next(self._steps, None)
+        if step is None:
+            self.finished = True
+            self.pieces.append((self._text.rest(), False))
+            return
+        tokens, record = step
+        self.tokens += tokens
+        self.rounds += [] if record is None else [record]
+        drafted = 0 if record is None else record.accepted
+        self.pieces += [(self._text.add(token), place < drafted) for place, token in enumerate(tokens)]
+
+
+def race(lanes: Sequence[Lane]) -> Iterator[None]:
+    """Decode all texts to their ends, and yield after every round of one of them.
+
+    The text whose rounds have taken less time so far comes next: both grow as if each had the machine for itself, and
+    no round is timed while another one runs.
+    """
+    while running := [lane for lane in lanes if not lane.finished]:
+        min(running, key=lambda lane: lane.seconds).advance()
+        yield
 
 
 class Demo:
     """The loaded pair, and what the page shows of it."""
 
-    def __init__(self, request: DemoRequest, session: Session) -> None:
-        self.target, self.tokenizer, self.request = session.target, session.tokenizer, request
+    def __init__(self, settings: PairSettings, session: Session) -> None:
+        self.target, self.tokenizer = session.target, session.tokenizer
         ((self.name, self.drafter),) = session.drafters.items()
         self.cpu_threads = fastest_threads(self.target, self.tokenizer(EXAMPLES[0])["input_ids"])
-        self._costs: Costs | None = None
-        self._chat = Chat(self.tokenizer, request.chat_template, request.template_options)
-
-    @property
-    def costs(self) -> Costs | None:
-        """Seconds of passes of both models, measured once, before the first text."""
-        if self._costs is None and not self.drafter.only_retrieves:
+        self.costs: Costs | None = None
+        if not self.drafter.only_retrieves:
             with threads(self.cpu_threads):
-                self._costs = measure_costs(self.target, self.drafter)
-        return self._costs
-
-    @property
-    def has_template(self) -> bool:
-        return bool(self.tokenizer.chat_template)
+                self.costs = measure_costs(self.target, self.drafter)
+        self._chat = Chat(self.tokenizer, settings.chat_template, settings.template_options)
 
     def decoder(self, policy: str, draft_length: int) -> SpeculativeDecoder:
         """Return the decoder for a choice on the page."""
@@ -100,12 +169,14 @@ class Demo:
         ids = self.prompt(text, as_chat)
         settings = {"temperature": temperature, "max_new_tokens": int(max_new_tokens), "seed": int(seed)}
         decoders = SpeculativeDecoder(self.target), self.decoder(policy, int(draft_length))
-        lanes = [Lane(decoder, self.tokenizer, ids, settings, self.cpu_threads) for decoder in decoders]
+        texts = [steps(decoder, ids, self.cpu_threads, **settings) for decoder in decoders]
+        lanes = [Lane(IncrementalText(self.tokenizer, ids), each) for each in texts]
         shown = time.monotonic()
-        for _ in race(lanes):
-            if time.monotonic() - shown >= EVERY:
-                shown = time.monotonic()
-                yield self._page(text, lanes, temperature)
+        with closing(texts[0]), closing(texts[1]):
+            for _ in race(lanes):
+                if time.monotonic() - shown >= EVERY:
+                    shown = time.monotonic()
+                    yield self._page(text, lanes, temperature)
         yield self._page(text, lanes, temperature)
 
     def _page(self, prompt: str, lanes: list[Lane], temperature: float) -> tuple[str, str, str, str]:
@@ -120,10 +191,10 @@ class Demo:
 
 def _lane(prompt: str, lane: Lane, name: str) -> str:
     pieces = [
-        f'<span class="drafted">{_safe(piece.text)}</span>' if piece.drafted else _safe(piece.text)
-        for piece in lane.pieces
+        f'<span class="drafted">{_safe(piece)}</span>' if drafted else _safe(piece) for piece, drafted in lane.pieces
     ]
-    speed = f"{lane.speed:.0f} tokens/s, tau {lane.tau:.2f}" if lane.rounds else "reading the prompt"
+    mean = tau([record.committed for record in lane.rounds], len(lane.rounds))
+    speed = f"{lane.speed:.0f} tokens/s, tau {mean:.2f}" if lane.rounds else "reading the prompt"
     end = " – done" if lane.finished else ""
     text = f'<span class="prompt">{_safe(prompt)}</span>{"".join(pieces)}'
     return f'<div class="speed">{_safe(name)}: {speed}{end}</div><div class="lane">{text}</div>'
@@ -187,7 +258,8 @@ def make_page(demo: Demo) -> Any:
             length = gr.Slider(1, longest, min(4, longest), step=1, label="Draft length of a chain")
             count = gr.Slider(8, MOST_TOKENS, 128, step=8, label="Tokens")
             seed = gr.Number(0, label="Seed", precision=0, minimum=0)
-            as_chat = gr.Checkbox(demo.has_template, label="Chat template", visible=demo.has_template)
+            chats = bool(demo.tokenizer.chat_template)
+            as_chat = gr.Checkbox(chats, label="Chat template", visible=chats)
         with gr.Row():
             start = gr.Button("Decode", variant="primary", elem_id="decode")
             stop = gr.Button("Stop")
@@ -203,21 +275,14 @@ def make_page(demo: Demo) -> Any:
     return page
 
 
-def serve(request: DemoRequest, *, trust_remote_code: bool = False) -> None:
-    """Load the pair and serve the page until Ctrl-C."""
-    gradio()
-    require_valid(request, counts={})
-    if not 1 <= request.port <= 65535:
-        raise ConfigError.of("port", request.port, "1 to 65535")
-    demo = Demo(request, load_session(request, None, trust_remote_code=trust_remote_code))
-    # Printed first: the server runs until it is interrupted.
-    suggest(
-        "draftsmith", "eval", *measuring(request.target, request.drafters.values(), "embedded", request), to_stderr=True
-    )
+def serve(settings: PairSettings, host: str, port: int, *, trust_remote_code: bool = False) -> None:
+    """Load the target and its drafter, and serve the page until Ctrl-C."""
     theme = gradio().themes.Default(font=["sans-serif"], font_mono=["monospace"])  # none is loaded from elsewhere
+    require_valid(settings, counts={})
+    page = make_page(Demo(settings, load_session(settings, None, trust_remote_code=trust_remote_code)))
+    # Printed first: the server runs until it is interrupted.
+    suggest("draftsmith", *measuring("eval", settings), to_stderr=True)
     try:
-        make_page(demo).launch(
-            server_name=request.host, server_port=request.port, share=False, css=STYLE, theme=theme, ssr_mode=False
-        )
+        page.launch(server_name=host, server_port=port, share=False, css=STYLE, theme=theme, ssr_mode=False)
     except OSError as error:
-        raise ConfigError(f"port={request.port}: {reason_of(error)}; expected another --port") from error
+        raise ConfigError(f"port={port}: {reason_of(error)}; expected another --port") from error

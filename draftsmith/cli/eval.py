@@ -1,41 +1,20 @@
 """`draftsmith eval` and `draftsmith eval compare`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from draftsmith.cli.options import (
-    DRAFTER_HELP,
-    POLICY_HELP,
-    TARGET_HELP,
-    AttentionOption,
-    BatchSizesOption,
-    CompileOption,
-    CountOption,
-    DtypeOption,
-    ImagesOption,
-    InvariantOption,
-    JsonOption,
-    RuleOption,
-    SeedOption,
-    SplitOption,
-    SubsetOption,
-    TemperaturesOption,
-    TemplateOption,
-    TemplateOptionsOption,
-    TopKOption,
-    TopPOption,
-    TrustOption,
+    LOADED,
+    TEMPLATE,
     at_least_one,
     checked_drafters,
-    checked_policy,
-    checked_prompts,
-    checked_target,
     measuring,
     print_json,
+    settings_of,
     suggest,
-    template_options,
+    taking,
 )
 from draftsmith.errors import ConfigError
 
@@ -45,102 +24,44 @@ if TYPE_CHECKING:
 eval_app = typer.Typer(
     help="Measure drafters against the target alone (eval --target T --drafter D), or compare two measurements."
 )
-DraftersOption = Annotated[
-    list[str] | None, typer.Option("--drafter", help=DRAFTER_HELP + " Or name=DRAFTER; repeatable.")
-]
-PromptsOption = Annotated[
-    str,
-    typer.Option(
-        "--prompts",
-        help="Prompts: 'embedded', a file (JSONL, JSON, Parquet) or a Hub data set.",
-        callback=checked_prompts,
-    ),
-]
-DraftLengthsOption = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--gamma", help="Draft length of a chain; repeatable; default: each drafter's own.", callback=at_least_one
-    ),
-]
-PoliciesOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--policy", help=POLICY_HELP + " Repeatable; NAME=POLICY is for one drafter.", callback=checked_policy
-    ),
-]
-OutOption = Annotated[Path, typer.Option("--out", help="Folder for the report; the same command continues a run.")]
+TEXTS = ("prompts", "subset", "split", "count", "max_new_tokens", "repeats", "temperatures", "top_p", "seed", *TEMPLATE)
+"""Options of measurements on this machine and on a server."""
 
 
 @eval_app.callback(invoke_without_command=True)
+@taking(
+    *("drafters", *TEXTS, "policies", "batch_sizes", "rule", "top_k", *LOADED, "compile", "invariant", "images"),
+    target=None,
+    out=Path("runs/eval"),
+    as_json=False,
+)
 def evaluate(
     context: typer.Context,
-    target: Annotated[str | None, typer.Option("--target", help=TARGET_HELP, callback=checked_target)] = None,
-    drafter: DraftersOption = None,
-    prompts: PromptsOption = "embedded",
-    subset: SubsetOption = None,
-    split: SplitOption = "train",
-    temperature: TemperaturesOption = None,
-    gamma: DraftLengthsOption = None,
-    policy: PoliciesOption = None,
-    batch_size: BatchSizesOption = None,
-    rule: RuleOption = None,
-    count: CountOption = None,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", help="Most new tokens per turn.", callback=at_least_one)
-    ] = 96,
-    top_k: TopKOption = None,
-    top_p: TopPOption = None,
-    repeats: Annotated[
-        int, typer.Option("--repeats", help="Times that every text is decoded.", callback=at_least_one)
-    ] = 3,
-    seed: SeedOption = 0,
-    chat_template: TemplateOption = None,
-    template_option: TemplateOptionsOption = None,
-    images: ImagesOption = None,
-    dtype: DtypeOption = "float32",
-    attn_implementation: AttentionOption = None,
-    compile: CompileOption = False,
-    invariant: InvariantOption = False,
-    trust_remote_code: TrustOption = False,
-    out: OutOption = Path("runs/eval"),
-    as_json: JsonOption = False,
+    target: str | None,
+    drafters: list[str] | None,
+    out: Path,
+    as_json: bool,
+    trust_remote_code: bool,
+    draft_lengths: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--gamma", help="Draft length of a chain; repeatable; default: each drafter's own.", callback=at_least_one
+        ),
+    ] = None,
+    **given: Any,
 ) -> None:
     """Measure acceptance and wall-clock speedup of drafters against the target alone."""
     if context.invoked_subcommand is not None:
         return
     if target is None:
         raise ConfigError("--target is missing; expected 'embedded', a local folder or a Hub id")
-    if not drafter:
+    if not drafters:
         raise ConfigError("--drafter is missing; expected at least one")
-    drafters = checked_drafters(drafter)  # before torch is imported
+    named = checked_drafters(drafters)  # before torch is imported
     from draftsmith.eval.settings import Settings
 
-    settings = Settings(
-        target=target,
-        drafters=drafters,
-        prompts=prompts,
-        subset=subset,
-        split=split,
-        count=count,
-        temperatures=tuple(temperature or (0.0, 1.0)),
-        draft_lengths=tuple(gamma or ()),
-        policies=tuple(policy or ()),
-        batch_sizes=tuple(batch_size or (1,)),
-        rule=rule,
-        max_new_tokens=max_new_tokens,
-        top_k=top_k,
-        top_p=top_p,
-        repeats=repeats,
-        seed=seed,
-        chat_template=chat_template,
-        template_options=template_options(template_option),
-        images=images,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        compile=compile,
-        invariant=invariant,
-    )
-    _measure(settings, drafter, out, as_json=as_json, trust_remote_code=trust_remote_code)
+    settings = settings_of(Settings, given, target=target, drafters=named, draft_lengths=draft_lengths)
+    _measure(settings, drafters, out, as_json=as_json, trust_remote_code=trust_remote_code)
 
 
 def _measure(settings: "Settings", drafters: list[str], out: Path, *, as_json: bool, trust_remote_code: bool) -> None:
@@ -157,17 +78,19 @@ def _measure(settings: "Settings", drafters: list[str], out: Path, *, as_json: b
     if as_json:
         return print_json(evaluation.as_json())
     show(evaluation, out)
-    suggest("draftsmith", "forecast", *measuring(settings.target, drafters, settings.prompts, settings))
+    suggest("draftsmith", *measuring("forecast", settings, drafters))
     if trained := [folder for folder in settings.drafters.values() if Path(folder).is_dir()]:
         suggest("draftsmith", "push", trained[0], "USER/NAME", "--eval", out)
 
 
 @eval_app.command(name="server")
+@taking("target", *TEXTS, "trust_remote_code", "as_json", out=Path("runs/eval-server"))
 def serve(
     address: Annotated[str, typer.Argument(metavar="URL", help="Address of the server with the drafter.")],
-    target: Annotated[
-        str, typer.Option("--target", help=TARGET_HELP + " Only its tokenizer is loaded.", callback=checked_target)
-    ],
+    target: str,
+    out: Path,
+    as_json: bool,
+    trust_remote_code: bool,
     model: Annotated[str, typer.Option("--model", help="The name under which the server has the target.")],
     baseline: Annotated[
         str | None,
@@ -179,26 +102,7 @@ def serve(
             "--concurrency", help="Requests at a time; repeatable; default: 1, 2 and 4.", callback=at_least_one
         ),
     ] = None,
-    prompts: PromptsOption = "embedded",
-    subset: SubsetOption = None,
-    split: SplitOption = "train",
-    temperature: TemperaturesOption = None,
-    count: CountOption = None,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", help="Most new tokens per turn.", callback=at_least_one)
-    ] = 96,
-    top_p: TopPOption = None,
-    repeats: Annotated[
-        int, typer.Option("--repeats", help="Times that every text is asked for.", callback=at_least_one)
-    ] = 3,
-    seed: SeedOption = 0,
-    chat_template: TemplateOption = None,
-    template_option: TemplateOptionsOption = None,
-    trust_remote_code: TrustOption = False,
-    out: Annotated[Path, typer.Option("--out", help="A folder without an eval.json, for the report.")] = Path(
-        "runs/eval-server"
-    ),
-    as_json: JsonOption = False,
+    **given: Any,
 ) -> None:
     """Measure a drafter where it serves: tokens/s by number of requests; tau and acceptance from the engine."""
     from draftsmith.distill.server.settings import server_section
@@ -206,23 +110,9 @@ def serve(
     from draftsmith.eval.settings import Settings
     from draftsmith.safe_text import Terminal
 
-    section = server_section(url=address, model=model, top_p=top_p)
-    settings = Settings(
-        target=target,
-        drafters={model: address},
-        prompts=prompts,
-        subset=subset,
-        split=split,
-        count=count,
-        temperatures=tuple(temperature or (0.0, 1.0)),
-        batch_sizes=tuple(concurrency or (1, 2, 4)),
-        max_new_tokens=max_new_tokens,
-        top_p=top_p,
-        repeats=repeats,
-        seed=seed,
-        chat_template=chat_template,
-        template_options=template_options(template_option),
-    )
+    section = server_section(url=address, model=model, top_p=given["top_p"])
+    served = {"drafters": {model: address}, "batch_sizes": concurrency or (1, 2, 4)}
+    settings = settings_of(Settings, given, target=target, **served)
     result = measure_server(section, settings, out, baseline=baseline, trust_remote_code=trust_remote_code)
     if as_json:
         return print_json(result.as_json())

@@ -1,62 +1,39 @@
 """`draftsmith forecast`: predicted acceptance and speedup."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from draftsmith.cli.options import (
-    AttentionOption,
-    BatchSizesOption,
-    CountOption,
-    DtypeOption,
-    JsonOption,
-    MeasuredOption,
-    PromptsOption,
-    SeedOption,
-    TargetOption,
-    TemperaturesOption,
-    TemplateOption,
-    TemplateOptionsOption,
-    TopKOption,
-    TopPOption,
-    TrustOption,
+    LOADED,
+    REQUIRED,
+    TEMPLATE,
     at_least_one,
     checked_drafters,
-    checked_policy,
-    checked_rule,
     measuring,
     print_json,
+    settings_of,
     suggest,
-    template_options,
+    taking,
 )
 from draftsmith.errors import ConfigError
 
 
+@taking(
+    *("target", "prompts", "count", "policies", "batch_sizes", "max_new_tokens", "temperatures", "rule", "top_k"),
+    *("top_p", "seed", *TEMPLATE, *LOADED, "as_json"),
+    drafters=REQUIRED,
+    out=Path("runs/forecast"),
+)
 def forecast(
-    target: TargetOption,
-    drafter: MeasuredOption,
-    prompts: PromptsOption = "embedded",
-    temperature: TemperaturesOption = None,
+    drafters: list[str],
+    out: Path,
+    as_json: bool,
+    trust_remote_code: bool,
     max_draft_length: Annotated[
         int, typer.Option("--max-draft-length", help="Longest chain of draft tokens to compare.", callback=at_least_one)
     ] = 8,
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--policy", help="Other policy to compare; repeatable; default: a few trees.", callback=checked_policy
-        ),
-    ] = None,
-    rule: Annotated[
-        str | None, typer.Option("--rule", help="Verification rule of chains; default: block.", callback=checked_rule)
-    ] = None,
-    batch_size: BatchSizesOption = None,
-    count: CountOption = None,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", help="Most new tokens per prompt.", callback=at_least_one)
-    ] = 96,
-    top_k: TopKOption = None,
-    top_p: TopPOption = None,
     profile: Annotated[
         Path | None, typer.Option("--profile", help="Timings of another machine, see docs/guide/forecast.md.")
     ] = None,
@@ -74,40 +51,15 @@ def forecast(
     write: Annotated[
         Path | None, typer.Option("--write", help="With --server: JSON file for vLLM's and SGLang's settings.")
     ] = None,
-    seed: SeedOption = 0,
-    chat_template: TemplateOption = None,
-    template_option: TemplateOptionsOption = None,
-    dtype: DtypeOption = "float32",
-    attn_implementation: AttentionOption = None,
-    trust_remote_code: TrustOption = False,
-    out: Annotated[Path, typer.Option("--out", help="Folder for forecast.json.")] = Path("runs/forecast"),
-    as_json: JsonOption = False,
+    **given: Any,
 ) -> None:
     """Predict acceptance, tau, speedup and the best policy of drafters without decoding with them."""
-    drafters = checked_drafters(drafter)  # before torch is imported
+    named = checked_drafters(drafters)  # before torch is imported
     from draftsmith.eval.forecast.forecast import PLAIN, ForecastSettings
     from draftsmith.eval.forecast.run import ForecastFiles, run, show
     from draftsmith.eval.forecast.served import ServedRequest
 
-    settings = ForecastSettings(
-        target=target,
-        drafters=drafters,
-        prompts=prompts,
-        temperatures=tuple(temperature or (0.0, 1.0)),
-        max_draft_length=max_draft_length,
-        policies=tuple(policy or ()),
-        rule=rule,
-        batch_sizes=tuple(batch_size or (1,)),
-        count=count,
-        max_new_tokens=max_new_tokens,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        chat_template=chat_template,
-        template_options=template_options(template_option),
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-    )
+    settings = settings_of(ForecastSettings, given, drafters=named, max_draft_length=max_draft_length)
     served = ServedRequest(tuple(server), model, context, write) if server else None
     if served is None and (model, context, write) != (None, None, None):
         raise ConfigError("--model, --context and --write without --server; expected the addresses of servers")
@@ -119,5 +71,4 @@ def forecast(
     best = predicted.best[0]
     if best["drafter"] is not None and best["policy"] is not None:
         chosen = [] if best["policy"] == PLAIN else ["--policy", best["policy"]]
-        pair = measuring(settings.target, [settings.drafters[best["drafter"]]], settings.prompts, settings)
-        suggest("draftsmith", "eval", *pair, *chosen)
+        suggest("draftsmith", *measuring("eval", settings, [settings.drafters[best["drafter"]]]), *chosen)

@@ -1,9 +1,8 @@
 """`draftsmith generate`: streamed text whose colours show which tokens the drafter proposed."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.text import Text
@@ -25,18 +24,7 @@ PROBE_PROMPT, PROBE_TOKENS = 64, 4
 """Tokens that are read and decoded to choose the number of threads, several times."""
 
 
-@dataclass(frozen=True)
-class GenerateRequest(PairSettings):
-    """Settings of one text: at most one drafter, one temperature and one policy."""
-
-    draft_length: int | None = None
-    max_new_tokens: int = 128
-    stop_strings: tuple[str, ...] = ()
-    image_files: tuple[str, ...] = ()
-    """Images before the prompt, which then goes through the chat template."""
-
-
-def _asked(prompt: str, files: tuple[str, ...]) -> Conversation:
+def _asked(prompt: str, files: Sequence[str]) -> Conversation:
     """Return the question about these images; ConfigError where a file does not exist."""
     parts = [{"type": "image", "path": str(Path(file).expanduser().absolute())} for file in files]
     message = {"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}
@@ -61,26 +49,39 @@ def _interruptible(console: Terminal) -> Iterator[None]:
         raise KeyboardInterrupt("interrupted; nothing is stored, and the same command begins again") from stop
 
 
-def stream(prompt: str, request: GenerateRequest, *, trust_remote_code: bool) -> None:
-    """Decode `prompt` and print the text as it is decoded; the summary is printed to stderr."""
-    require_valid(request, counts={"gamma": [request.draft_length], "max-new-tokens": [request.max_new_tokens]})
-    if request.draft_length is not None and request.policies:
-        raise ConfigError(f"gamma={request.draft_length} and policy={request.policies[0]}; expected one of the two")
-    if "" in request.stop_strings:
+def stream(
+    prompt: str,
+    settings: PairSettings,
+    *,
+    draft_length: int | None,
+    max_new_tokens: int,
+    stop_strings: tuple[str, ...],
+    images: Sequence[str],
+    trust_remote_code: bool,
+) -> None:
+    """Decode `prompt` and print the text as it is decoded; the summary is printed to stderr.
+
+    Args:
+        settings: with at most one drafter, one temperature and one policy.
+        images: files before the prompt, which then goes through the chat template.
+    """
+    require_valid(settings, counts={})
+    if draft_length is not None and settings.policies:
+        raise ConfigError(f"gamma={draft_length} and policy={settings.policies[0]}; expected one of the two")
+    if "" in stop_strings:
         raise ConfigError.of("stop", "", "a string of at least one character")
-    images = bool(request.image_files)
-    asked = _asked(prompt, request.image_files) if images else None
-    session = load_session(request, None, trust_remote_code=trust_remote_code, progress=False, images=images)
+    asked = _asked(prompt, images) if images else None
+    session = load_session(settings, None, trust_remote_code=trust_remote_code, progress=False, images=bool(images))
     tokenizer, drafter = session.tokenizer, next(iter(session.drafters.values()), None)
-    (temperature,) = request.temperatures
+    (temperature,) = settings.temperatures
     console, log = Terminal(soft_wrap=True), Terminal(stderr=True)
     decoder = SpeculativeDecoder(
         session.target,
         drafter,
-        draft_length=request.draft_length,
-        policy=next(iter(request.policies), None),
-        rule=request.rule,
-        **request.passes,
+        draft_length=draft_length,
+        policy=next(iter(settings.policies), None),
+        rule=settings.rule,
+        **settings.passes,
     )
     encoder_decoder = session.target.config.is_encoder_decoder
     ids, inputs = tokenizer(prompt)["input_ids"], None
@@ -107,15 +108,14 @@ def stream(prompt: str, request: GenerateRequest, *, trust_remote_code: bool) ->
             inputs=inputs,
             on_tokens=on_tokens,
             tokenizer=tokenizer,
-            max_new_tokens=request.max_new_tokens,
+            max_new_tokens=max_new_tokens,
             temperature=temperature,
-            top_k=request.top_k,
-            top_p=request.top_p,
-            seed=request.seed,
-            stop_strings=request.stop_strings,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
+            seed=settings.seed,
+            stop_strings=stop_strings,
         )
     console.print(Text(text.rest(), style=OWN))
-    log.print(_summary(out) + ("" if decoder.lossless or temperature == 0 else f"; rule {request.rule} is LOSSY"))
+    log.print(_summary(out) + ("" if decoder.lossless or temperature == 0 else f"; rule {settings.rule} is LOSSY"))
     if drafter is not None:
-        words = measuring(request.target, request.drafters.values(), request.prompts, request)
-        suggest("draftsmith", "eval", *words, to_stderr=True)
+        suggest("draftsmith", *measuring("eval", settings), to_stderr=True)

@@ -1,12 +1,14 @@
-"""Options that several commands share."""
+"""Options that several commands share, checked before any package is loaded, and the `next:` lines."""
 
+import inspect
 import json
 import math
 import os.path
 import shlex
 from collections.abc import Callable, Iterable
+from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -31,8 +33,9 @@ if TYPE_CHECKING:
     from draftsmith.eval.settings import PairSettings
     from draftsmith.train.recipe import Recipe
 
-
 Param = typer.CallbackParam
+Command = TypeVar("Command", bound=Callable[..., None])
+AnySettings = TypeVar("AnySettings", bound="PairSettings")
 
 
 def _option(param: Param) -> str:
@@ -97,85 +100,118 @@ def _check_folder(name: str, key: str) -> None:
         raise ConfigError(f"{key}={name}; expected a folder, and there is none")
 
 
-checked_target = _checked(check_target_name, on_hub=True)
 checked_prompts = _checked(check_prompts_name)
-checked_rule, checked_dtype = _one_of(RULES), _one_of(DTYPES)
 at_least_one, not_negative = _within(1), _within(0)
-TARGET_HELP = "Target: 'embedded', a local folder or a Hub id."
-TargetOption = Annotated[str, typer.Option("--target", help=TARGET_HELP, callback=checked_target)]
-DtypeOption = Annotated[
-    str, typer.Option("--dtype", help="Dtype of the target: float32, bfloat16 or float16.", callback=checked_dtype)
-]
-AttentionOption = Annotated[
-    str | None,
-    typer.Option(
-        "--attn-implementation",
-        help="Attention of the target: sdpa, eager, flash_attention_2, ...",
-        callback=_checked(_check_attention_name),
-    ),
-]
-CompileOption = Annotated[
-    bool, typer.Option("--compile", help="Compile the passes with torch.compile; on CUDA as CUDA graphs.")
-]
-InvariantOption = Annotated[
-    bool, typer.Option("--invariant", help="Passes of one shape: greedy texts equal the target's bit by bit.")
-]
-SubsetOption = Annotated[str | None, typer.Option("--subset", help="Configuration of a Hub data set.")]
-SplitOption = Annotated[str, typer.Option("--split", help="Split of a Hub data set.")]
-TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the target's repository.")]
-TemplateOption = Annotated[
-    str | None,
-    typer.Option(
-        "--chat-template",
-        help="A file, or 'vicuna'; default: the tokenizer's template.",
-        callback=_checked(check_template_name),
-    ),
-]
-TemplateOptionsOption = Annotated[
-    list[str] | None, typer.Option("--template-option", help="Variable key=value of the chat template; repeatable.")
-]
-ImagesOption = Annotated[
-    str | None,
-    typer.Option(
-        "--images",
-        help="Folder of the images that prompts name; default: that of the prompts.",
-        callback=_checked(_check_folder),
-    ),
-]
-TemperaturesOption = Annotated[
-    list[float] | None,
-    typer.Option("--temperature", help="Temperature; repeatable; default: 0 and 1.", callback=not_negative),
-]
-BatchSizesOption = Annotated[
-    list[int] | None,
-    typer.Option("--batch-size", help="Prompts decoded together; repeatable; default: 1.", callback=at_least_one),
-]
-PromptsOption = Annotated[
-    str, typer.Option("--prompts", help="Prompts: 'embedded' or a file.", callback=checked_prompts)
-]
-MeasuredOption = Annotated[list[str], typer.Option("--drafter", help="As for `draftsmith eval`; repeatable.")]
-CountOption = Annotated[int | None, typer.Option("--count", help="Most prompts to use.", callback=at_least_one)]
+REQUIRED, KEYWORD = Parameter.empty, Parameter.KEYWORD_ONLY
+SAMPLING, LOADING = "Sampling", "Loading and passes"
+"""Panels of `--help`."""
 DRAFTER_HELP = (
     "Drafter: a folder or Hub id, optionally with @revision, or without training: prompt-lookup, suffix, "
-    "early-exit:layers=N, native-mtp, hybrid:drafter=FOLDER."
+    "early-exit:layers=N, native-mtp, hybrid:drafter=FOLDER. "
 )
 POLICY_HELP = (
     "Draft policy: chain, confidence, adaptive, tree, sampled-tree, best-first or optimal-tree, with settings as in "
     "best-first:size=16,depth=8."
 )
-RuleOption = Annotated[
-    str | None, typer.Option("--rule", help="Verification rule; default: the best lossless one.", callback=checked_rule)
-]
-TopKOption = Annotated[
-    int | None, typer.Option("--top-k", help="Sample from the k most likely tokens.", callback=at_least_one)
-]
-TopPOption = Annotated[
-    float | None, typer.Option("--top-p", help="Sample from the smallest set of probability p.", callback=_within(0, 1))
-]
-SeedOption = Annotated[int, typer.Option("--seed", help="Seed of sampling.")]
+TARGET_HELP = "Target: 'embedded', a local folder, a GGUF file or a Hub id."
+PROMPTS_HELP = "Prompts: 'embedded', a file (JSONL, JSON, Parquet, text) or a Hub data set."
+RULE_HELP = "Verification rule; default: the best lossless one."
+TEMPLATE_HELP = "A file, or 'vicuna'; default: the tokenizer's template."
+IMAGES_HELP = "Folder of the images that prompts name; default: that of the prompts."
+ATTENTION_HELP = "Attention of the target: sdpa, eager, flash_attention_2, ..."
+Texts, Numbers = list[str] | None, list[int] | None
 
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON, instead of tables.")]
+def _shared(
+    kind: Any, default: Any, name: str, help: str, check: Any = None, panel: str | None = None
+) -> tuple[Any, Any]:
+    """Return the annotation and the default of an option."""
+    return Annotated[kind, typer.Option(name, help=help, callback=check, rich_help_panel=panel)], default
+
+
+def flag(name: str, help: str, panel: str | None = None) -> Any:
+    """Return the annotation of an option without a value."""
+    return Annotated[bool, typer.Option(name, help=help, metavar="", rich_help_panel=panel)]
+
+
+OPTIONS: dict[str, tuple[Any, Any]] = {
+    "target": _shared(str, REQUIRED, "--target", TARGET_HELP, _checked(check_target_name, on_hub=True)),
+    "drafters": _shared(Texts, None, "--drafter", DRAFTER_HELP + "Or name=DRAFTER; repeatable."),
+    "prompts": _shared(str, EMBEDDED, "--prompts", PROMPTS_HELP, checked_prompts),
+    "subset": _shared(str | None, None, "--subset", "Configuration of a Hub data set."),
+    "split": _shared(str, "train", "--split", "Split of a Hub data set."),
+    "count": _shared(int | None, None, "--count", "Most prompts to use.", at_least_one),
+    "draft_length": _shared(int | None, None, "--gamma", "Draft length; default: each drafter's own.", at_least_one),
+    "policies": _shared(
+        Texts, None, "--policy", POLICY_HELP + " Repeatable; NAME=POLICY is for one drafter.", checked_policy
+    ),
+    "batch_sizes": _shared(
+        Numbers, None, "--batch-size", "Prompts decoded together; repeatable; default: 1.", at_least_one
+    ),
+    "max_new_tokens": _shared(int, 96, "--max-new-tokens", "Most new tokens per turn.", at_least_one),
+    "repeats": _shared(int, 3, "--repeats", "Times that every text is generated.", at_least_one),
+    "out": _shared(Path, REQUIRED, "--out", "Folder for the report; the same command continues a run."),
+    "as_json": (flag("--json", "Print the result as JSON, instead of tables."), False),
+    "temperatures": _shared(
+        list[float] | None, None, "--temperature", "Repeatable; default: 0 (greedy) and 1.", not_negative, SAMPLING
+    ),
+    "rule": _shared(str | None, None, "--rule", RULE_HELP, _one_of(RULES), SAMPLING),
+    "top_k": _shared(int | None, None, "--top-k", "Sample from the k likeliest tokens.", at_least_one, SAMPLING),
+    "top_p": _shared(
+        float | None, None, "--top-p", "Sample from the smallest set of probability p.", _within(0, 1), SAMPLING
+    ),
+    "seed": _shared(int, 0, "--seed", "Seed of sampling.", None, SAMPLING),
+    "dtype": _shared(str, DTYPES[0], "--dtype", f"The target's: {', '.join(DTYPES)}.", _one_of(DTYPES), LOADING),
+    "attn_implementation": _shared(
+        str | None, None, "--attn-implementation", ATTENTION_HELP, _checked(_check_attention_name), LOADING
+    ),
+    "compile": (flag("--compile", "Compile the passes with torch.compile; on CUDA as CUDA graphs.", LOADING), False),
+    "invariant": (
+        flag("--invariant", "Passes of one shape: greedy texts equal the target's bit by bit.", LOADING),
+        False,
+    ),
+    "images": _shared(str | None, None, "--images", IMAGES_HELP, _checked(_check_folder), LOADING),
+    "chat_template": _shared(
+        str | None, None, "--chat-template", TEMPLATE_HELP, _checked(check_template_name), LOADING
+    ),
+    "template_options": _shared(
+        Texts, None, "--template-option", "Variable key=value of the chat template; repeatable.", None, LOADING
+    ),
+    "trust_remote_code": (flag("--trust-remote-code", "Run code from the target's repository.", LOADING), False),
+}
+"""Options of several commands by the name of their setting: annotation and default."""
+TEMPLATE = ("chat_template", "template_options")
+LOADED = ("dtype", "attn_implementation", "trust_remote_code")
+"""Options of the commands that use a chat template, and of those that load a target."""
+
+
+def taking(*names: str, **defaults: Any) -> Callable[[Command], Command]:
+    """Add options of `OPTIONS` to a command, before its own; it gets their values as keyword arguments.
+
+    Args:
+        names: with the defaults of the table.
+        defaults: further names with their defaults for this command.
+    """
+
+    def decorate(command: Command) -> Command:
+        chosen = {name: OPTIONS[name][1] for name in names} | defaults
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        parameters = [Parameter(name, KEYWORD, default=chosen[name], annotation=OPTIONS[name][0]) for name in chosen]
+        kept = [each for each in own if each.name not in chosen and each.kind is not Parameter.VAR_KEYWORD]
+        parameters += [each.replace(kind=KEYWORD) for each in kept]
+        # typer reads both.
+        command.__dict__["__signature__"] = inspect.Signature(parameters)
+        command.__annotations__ = {each.name: each.annotation for each in parameters}
+        return command
+
+    return decorate
+
+
+def settings_of(kind: type[AnySettings], given: dict[str, Any], **own: Any) -> AnySettings:
+    """Return the settings that a command's options describe; where an option is None, the setting has its default."""
+    values = {name: value for name, value in {**given, **own}.items() if value is not None}
+    values["template_options"] = template_options(values.get("template_options"))
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def print_json(value: Any) -> None:
@@ -188,19 +224,20 @@ def suggest(*words: object, to_stderr: bool = False) -> None:
     typer.echo(printable(f"next: {shlex.join(map(str, words))}"), err=to_stderr)
 
 
-def measuring(target: str, drafters: Iterable[str], prompts: str, settings: "PairSettings | None" = None) -> list[str]:
-    """Return the options that `eval`, `check` and `forecast` share, as words of a command line.
+def measuring(command: str, settings: "PairSettings", drafters: Iterable[str] | None = None) -> list[str]:
+    """Return the words of `eval`, `check` or `forecast` for a target with drafters, loaded as in `settings`.
 
-    `settings`: of the command that suggests another one, whose loading options are repeated.
+    `drafters`: in place of those in the settings, for example with names.
     """
-    words = ["--target", target, *(word for drafter in drafters for word in ("--drafter", drafter))]
-    words += ["--prompts", prompts] if prompts != EMBEDDED else []
-    if settings is None:
-        return words
+    chosen = settings.drafters.values() if drafters is None else drafters
+    words = [command, "--target", settings.target, *(word for one in chosen for word in ("--drafter", one))]
+    words += ["--prompts", settings.prompts] if settings.prompts != EMBEDDED else []
     words += ["--dtype", settings.dtype] if settings.dtype != DTYPES[0] else []
-    for name in ("attn_implementation", "chat_template"):
+    images = [] if command == "forecast" else ["images"]
+    for name in ("attn_implementation", "chat_template", *images):
         if (value := getattr(settings, name)) is not None:
             words += [f"--{name.replace('_', '-')}", value]
+    words += ["--invariant"] if settings.invariant and command != "forecast" else []
     for name, value in settings.template_options.items():
         words += ["--template-option", f"{name}={json.dumps(value)}"]
     return words

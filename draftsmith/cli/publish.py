@@ -6,46 +6,46 @@ from typing import Annotated
 
 import typer
 
-from draftsmith.cli.options import TargetOption, TrustOption, at_least_one, measuring, suggest
+from draftsmith.cli.options import at_least_one, flag, suggest, taking
 from draftsmith.errors import DraftsmithError
 from draftsmith.safe_text import printable
 
 OutOption = Annotated[Path, typer.Option("--out", help="A new folder.")]
+RevisionOption = Annotated[str | None, typer.Option("--revision", help="Revision of the target on the Hub.")]
 
 
+@taking("target", "trust_remote_code")
 def export(
     drafter: Annotated[str, typer.Argument(help="Folder or Hub id of a drafter, or native-mtp.")],
-    target: TargetOption,
+    target: str,
+    trust_remote_code: bool,
     out: OutOption,
     format: Annotated[
         str,
-        typer.Option(
-            "--format",
-            help="vllm, sglang, gguf, transformers or native.",
-        ),
+        typer.Option("--format", help="vllm, sglang, gguf, transformers or native."),
     ],
     dtype: Annotated[
         str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; by default the stored one.")
     ] = None,
-    revision: Annotated[str | None, typer.Option("--revision", help="Revision of the target on the Hub.")] = None,
-    trust_remote_code: TrustOption = False,
+    revision: RevisionOption = None,
 ) -> None:
     """Write a drafter in the format of vLLM, SGLang, llama.cpp or transformers."""
-    from draftsmith.hub.export import ExportRequest, export_to, show_export
+    from draftsmith.hub.export import export_to, show_export
 
-    request = ExportRequest(drafter, target, format, out, dtype, revision, trust_remote_code)
-    exported = export_to(request)
+    loading = {"revision": revision, "trust_remote_code": trust_remote_code}
+    exported = export_to(drafter, target, format, out, dtype=dtype, **loading)
     show_export(exported)
-    serving = exported.serving
-    if serving.port is not None:
-        where = f"http://localhost:{serving.port}"
-        return suggest("draftsmith", "eval", "server", where, "--target", target, "--model", serving.model)
-    suggest("draftsmith", "eval", *measuring(target, [str(out)], "embedded"))
+    if (port := exported.serving.port) is None:
+        return suggest("draftsmith", "eval", "--target", target, "--drafter", out)
+    served = ["--target", target, "--model", exported.serving.model]
+    suggest("draftsmith", "eval", "server", f"http://localhost:{port}", *served)
 
 
+@taking("target", "trust_remote_code")
 def import_(
     drafter: Annotated[str, typer.Argument(help="Folder or Hub id of a drafter in another project's layout.")],
-    target: TargetOption,
+    target: str,
+    trust_remote_code: bool,
     out: OutOption,
     draft_length: Annotated[
         int | None,
@@ -53,18 +53,26 @@ def import_(
             "--gamma", help="Draft length to store; by default the published one, or 3.", callback=at_least_one
         ),
     ] = None,
-    revision: Annotated[str | None, typer.Option("--revision", help="Revision of the target on the Hub.")] = None,
-    trust_remote_code: TrustOption = False,
+    revision: RevisionOption = None,
     self_test: Annotated[
         bool,
-        typer.Option(help="Compare alpha with that of the nearest conventions, on a few texts of the target."),
+        typer.Option(
+            help="Compare alpha with that of the nearest conventions, on a few texts of the target.", metavar=""
+        ),
     ] = True,
 ) -> None:
     """Read a published drafter, check that it fits the target, and save it in draftsmith's format."""
-    from draftsmith.hub.export import ImportRequest, import_from, show_import
+    from draftsmith.hub.conventions import self_test_lines
+    from draftsmith.hub.export import import_from
 
-    request = ImportRequest(drafter, target, out, draft_length, revision, trust_remote_code, self_test)
-    show_import(request, import_from(request))
+    loading = {"revision": revision, "trust_remote_code": trust_remote_code}
+    read, readings = import_from(drafter, target, out, draft_length=draft_length, self_test=self_test, **loading)
+    count = sum(parameter.numel() for parameter in read.parameters())
+    about = f"a drafter of type {read.type}, {count:,} parameters, draft length {read.draft_length_hint}"
+    for line in (f"{out}: {about}", *self_test_lines(readings)):
+        typer.echo(line)
+    for command in ("eval", "check"):
+        suggest("draftsmith", command, "--target", target, "--drafter", out)
 
 
 def push(
@@ -76,18 +84,27 @@ def push(
     measured_as: Annotated[str | None, typer.Option("--as", help="The drafter's name in that result.")] = None,
     licence: Annotated[str | None, typer.Option("--licence", help="The Hub's identifier: apache-2.0, mit.")] = None,
     base_model: Annotated[str | None, typer.Option("--base-model", help="Hub id of the target: user/name.")] = None,
-    private: Annotated[bool, typer.Option("--private", help="Create the repository as a private one.")] = False,
+    private: flag("--private", "Create the repository as a private one.") = False,
     revision: Annotated[str | None, typer.Option("--revision", help="Push to this branch.")] = None,
     message: Annotated[str | None, typer.Option("--message", help="Commit message.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the folder without uploading it.")] = False,
+    dry_run: flag("--dry-run", "Write the folder without uploading it.") = False,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="Folder for the published files; in a dry run by default runs/push/NAME."),
     ] = None,
 ) -> None:
     """Publish a drafter on the Hub, with a model card from its run and its evaluation."""
-    from draftsmith.hub.publication import STALE, Publication, assemble, check_out, check_publication, run_of
-    from draftsmith.hub.push import Destination, prepare, upload
+    from draftsmith.hub.push import (
+        STALE,
+        Destination,
+        Publication,
+        assemble,
+        check_out,
+        check_publication,
+        prepare,
+        run_of,
+        upload,
+    )
     from draftsmith.train.run_folder import read_metrics
 
     publication = Publication(

@@ -23,9 +23,9 @@ from draftsmith.eval.forecast.run import run as run_forecast
 from draftsmith.eval.journal import JOURNAL
 from draftsmith.eval.results import EVALUATION, Evaluation
 from draftsmith.eval.settings import Settings
-from draftsmith.locks import hold_folder
 from draftsmith.reading import assignment
 from draftsmith.safe_text import Terminal
+from draftsmith.storage import hold_folder
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.run_folder import is_finished, metrics_of, read_metrics
 from draftsmith.train.trainer import train
@@ -112,11 +112,11 @@ def chosen(rows: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _write_cards(evaluation: Evaluation, trained: dict[str, str]) -> None:
-    from draftsmith.hub.model_card import CardRequest, write_card
+    from draftsmith.hub.model_card import write_card
 
     for name, path in trained.items():
-        written = (evaluation.as_json(), name, CardRequest(licence="apache-2.0"), read_metrics(Path(path).parent))
-        write_card(Path(path), *written)
+        metrics = read_metrics(Path(path).parent)
+        write_card(Path(path), evaluation.as_json(), name, licence="apache-2.0", metrics=metrics)
 
 
 def _launch(name: str, output: Path) -> None:

@@ -22,9 +22,8 @@ from draftsmith.eval.forecast.served import (
 from draftsmith.eval.prompts import PromptRows
 from draftsmith.eval.settings import Session, load_session, require_valid
 from draftsmith.heads.recall import memories
-from draftsmith.locks import hold_folder
 from draftsmith.safe_text import Terminal
-from draftsmith.storage import require_writable_file, write_json, writing
+from draftsmith.storage import hold_folder, require_writable_file, write_json, writing
 
 IN_FORECAST = "the results are in forecast.json"
 
@@ -127,7 +126,7 @@ def _validated(settings: ForecastSettings, out: Path, files: ForecastFiles) -> t
     several = {"batch-size": settings.batch_sizes}
     counts = {"max-draft-length": [settings.max_draft_length], "count": [settings.count]}
     counts["max-new-tokens"] = [settings.max_new_tokens]
-    require_valid(settings, counts={**several, **counts}, unique=several, out=out)
+    require_valid(settings, counts={**several, **counts}, unique=several)
     for policy in settings.policies:  # compared for every drafter
         check_policy(policy)
     hardware = None if files.profile is None else CostModel.load(files.profile)

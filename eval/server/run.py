@@ -19,11 +19,10 @@ from draftsmith.eval.results import EVALUATION, Evaluation, ServerRow, read_eval
 from draftsmith.eval.server.measure import Batches, Condition, CounterRoutes, ServerRun, measure_in_turns, series_of
 from draftsmith.eval.settings import BASELINE, Settings, require_valid
 from draftsmith.heads.model_config import context_limit
-from draftsmith.locks import hold_folder
 from draftsmith.metrics import Series, acceptance_at, alpha, few_units, intervals, ratio, speeds, speedup, tau
 from draftsmith.provenance import environment
 from draftsmith.safe_text import markdown
-from draftsmith.storage import write_json, write_text, writing
+from draftsmith.storage import hold_folder, write_json, write_text, writing
 
 ENGINE = "engine"
 """The policy of a served drafter in `eval.json`: the engine's own."""
@@ -81,7 +80,7 @@ def _validated(server: ServerSection, settings: Settings, out: Path) -> PromptRo
         raise ConfigError.of("server", server.url, "one address: counters belong to one server")
     counts = {"count": [settings.count], "max_new_tokens": [settings.max_new_tokens], "repeats": [settings.repeats]}
     sizes = {"concurrency": settings.batch_sizes}
-    require_valid(settings, counts={**sizes, **counts}, unique=sizes, out=out)
+    require_valid(settings, counts={**sizes, **counts}, unique=sizes)
     rows = PromptRows.read(settings.prompts, settings.subset, settings.split)
     if rows.images:
         raise ConfigError("prompts with images; expected text, which a server is asked with")

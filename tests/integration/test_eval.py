@@ -24,7 +24,7 @@ from draftsmith.decode.passes import graphs
 from draftsmith.eval.journal import Cell, Journal, JournalLine
 from draftsmith.heads import Medusa
 from draftsmith.heads.checkpoint import describe_target, save_drafter
-from draftsmith.hub.model_card import CardRequest, write_card
+from draftsmith.hub.model_card import write_card
 
 ROW_KEYS = [
     *("drafter", "drafter_type", "temperature", "policy", "rule", "lossless", "category", "prompts"),
@@ -109,7 +109,7 @@ def test_a_whole_evaluation(
 
     assert "Origin of each token" in (out / "report.html").read_text()
 
-    write_card(medusa_folder, written, "medusa", CardRequest(licence="apache-2.0"))
+    write_card(medusa_folder, written, "medusa", licence="apache-2.0")
     assert json.loads((medusa_folder / "eval.json").read_text())["measurements"] == []
     card = (medusa_folder / "README.md").read_text()
     assert "\nlicense: apache-2.0\n" in card.split("---")[1]

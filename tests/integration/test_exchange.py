@@ -173,26 +173,6 @@ def test_mistakes_are_told_in_one_line_before_any_work(
         assert not (tmp_path / "new").exists()
 
 
-def test_nothing_is_written_into_what_is_read(
-    pair: tuple[LlamaForCausalLM, str, str], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    """Nor is a measurement, a check or a forecast; around it, as the quickstart does, they may be."""
-    _, target, drafter = pair
-    (tmp_path / "link").symlink_to(drafter)
-    places = (Path(drafter) / "new", tmp_path / "link" / "new", Path(target) / "new")
-    for out in places:
-        commands = [["export", drafter, "--format", "vllm"], ["import", drafter]]
-        commands += [[name, "--drafter", drafter] for name in ("eval", "check", "forecast")]
-        for command in commands:
-            code, _, said = run(capsys, *command, "--target", target, "--out", str(out))
-            assert code == 2, command
-            assert f"out={out} lies in {target if out == places[-1] else drafter}, which is read; expected" in said
-        assert not out.exists()
-    code, _, said = run(capsys, "eval", "--target", target, "--drafter", drafter, "--out", str(tmp_path / "link"))
-    assert code == 2
-    assert f"out={tmp_path / 'link'} is {drafter}, which is read" in said
-
-
 def test_an_imported_draft_length_stays_within_reach(
     tmp_path: Path, capsys: pytest.CaptureFixture, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:

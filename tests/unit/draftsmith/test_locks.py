@@ -1,10 +1,5 @@
 """A locked folder is refused to other processes; for a part of the cache they wait; a kill leaves no lock."""
 
-import errno
-import fcntl
-import os
-import platform
-import re
 import signal
 import subprocess
 import sys
@@ -17,13 +12,13 @@ import pytest
 
 from draftsmith.cli import main
 from draftsmith.errors import ConfigError
-from draftsmith.locks import hold_cache, hold_folder, hold_name
+from draftsmith.storage import hold_cache, hold_folder
 
 HOLDS = """
 import sys, time
 from pathlib import Path
-from draftsmith import locks
-with getattr(locks, sys.argv[1])(*sys.argv[3:], Path(sys.argv[2])):
+from draftsmith import storage
+with getattr(storage, sys.argv[1])(*sys.argv[3:], Path(sys.argv[2])):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -42,16 +37,13 @@ def another(how: str, path: Path, *key: str) -> Iterator[subprocess.Popen]:
 def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "run"
     with another("hold_folder", folder, "output") as first:
-        says = (
-            rf"output={folder} is in use by process {first.pid} on {re.escape(platform.node())} since 20\d\d-.* UTC; "
-        )
+        says = f"output={folder} is in use by another process; expected another path"
         with pytest.raises(ConfigError, match=says), hold_folder("output", folder):
             pass
         first.send_signal(signal.SIGKILL)
         first.wait()
         assert (folder / ".lock").exists(), "a killed process cannot clean up"
         with hold_folder("output", folder):
-            assert str(os.getpid()) in (folder / ".lock").read_text()
             with hold_folder("output", folder):
                 pass
             assert (folder / ".lock").exists(), "held twice, given back once"
@@ -87,35 +79,12 @@ def test_a_part_of_the_cache_is_waited_for(tmp_path: Path, capfd: pytest.Capture
             end(first)
             thread.join(60)
             assert got.is_set()
-        assert f"waiting for process {first.pid} on " in capfd.readouterr().err
+        assert f"waiting for another process, which is writing {tmp_path}" in capfd.readouterr().err
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_system_without_locks_costs_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def flock(*_: object) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with hold_folder("out", tmp_path / "run"):
-        (tmp_path / "run" / "file").touch()
-    assert capsys.readouterr().err.splitlines() == [
-        f"out={tmp_path / 'run'}: no locks on this file system; run one process at a time"
-    ]
-
-
-@pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC, errno.EACCES])
-def test_what_cannot_be_written_is_one_line(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(*_: object, **options: object) -> None:
-        raise OSError(code, os.strerror(code))
-
+def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", refuses)
-        for hold in (lambda: hold_folder("out", tmp_path / "run"), lambda: hold_name("out", tmp_path / "new")):
-            with pytest.raises(ConfigError, match=rf"cannot be written \({os.strerror(code)}\); expected"), hold():
-                pass
     for path in (tmp_path / "file" / "run", tmp_path / "file" / "deep" / "run"):
         with pytest.raises(ConfigError, match=r"cannot be written \((File exists|Not a directory)\)"), hold_cache(path):
             pass
@@ -129,11 +98,7 @@ COMMANDS = {
     "train": ["train", "{recipe}", "output={out}"],
     "quickstart": ["quickstart", "--out", "{out}"],
     "regenerate": ["data", "regenerate", "{recipe}", "--target", "{target}", "--out", "{out}"],
-    "export": ["export", "{target}", "--target", "{target}", "--format", "vllm", "--out", "{out}"],
-    "import": ["import", "{target}", "--target", "{target}", "--out", "{out}"],
 }
-NAMES = ("regenerate", "export", "import")
-"""Commands that write a file or a folder in one step."""
 
 
 def test_every_command_that_writes_says_who_is_there(
@@ -142,13 +107,13 @@ def test_every_command_that_writes_says_who_is_there(
     """Refused before anything is loaded, without leaving files."""
     out = tmp_path / "out"
     values = {"target": str(tmp_path / "tiny-target"), "recipe": str(recipe_file)}
-    with another("hold_folder", out, "out") as first, another("hold_name", tmp_path / "new", "out") as second:
+    with another("hold_folder", out, "out"), another("hold_name", tmp_path / "new", "out"):
         for name, command in COMMANDS.items():
-            held, holder = (tmp_path / "new", second) if name in NAMES else (out, first)
+            held = tmp_path / "new" if name == "regenerate" else out  # which writes one file
             with pytest.raises(SystemExit) as stop:
                 main([part.format(**values, out=held) for part in command])
             said = capsys.readouterr().err.splitlines()
             assert (stop.value.code, len(said)) == (2, 1), (name, said)
-            assert f"={held} is in use by process {holder.pid} on " in said[0].replace("--out ", "--out="), said
+            assert f"={held} is in use by another process" in said[0], said
     assert [path.name for path in out.iterdir()] == [".lock"]
     assert not (tmp_path / "new").exists()

@@ -104,21 +104,6 @@ CASES: dict[str, tuple[str, Callable[[dict[str, Any], Tensors], Any], str]] = {
     ),
     "rotary base": (THREE, lambda config, _: rotate(config, 30.0), "rope_theta=10000, the target's"),
     "states that are fed back": (THREE, lambda config, _: config.update(norm_output=True), "norm_output=False"),
-    "pairs": (
-        THREE,
-        lambda _, tensors: tensors.update({k: paired(v) for k, v in tensors.items() if re.search("[qk]_proj", k)}),
-        "queries and keys in the order of neighbouring pairs",
-    ),
-    "halves": (
-        THREE,
-        lambda _, tensors: tensors.update({k: halves(v) for k, v in tensors.items() if re.search("[qkv]_proj", k)}),
-        "the halves of its input (embedding and state) swapped",
-    ),
-    "token map": (
-        "medusa",
-        lambda _, tensors: tensors["token_map"].sub_(torch.arange(len(tensors["token_map"]))),
-        "token_map as offsets",
-    ),
 }
 
 

@@ -8,6 +8,7 @@ import pytest
 from conftest import make_llama
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from unit.eval.made import evaluation, row
 
@@ -17,7 +18,7 @@ from draftsmith.heads import HEADS
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.heads.formats.common import RARE_IN_SGLANG, SGLANG, VLLM, vllm_type
 from draftsmith.heads.formats.published import LAYOUTS
-from draftsmith.hub.model_card import CardRequest, is_local, without_local_paths, write_card
+from draftsmith.hub.model_card import is_local, without_local_paths, write_card
 from draftsmith.train.recipe import parse_recipe
 
 
@@ -39,7 +40,7 @@ def test_every_kind_has_a_card(tmp_path: Path) -> None:
     for kind in HEADS:
         data = {"data": {"prompts": "org/prompts"}}
         folder = _saved(kind, tmp_path / kind, target, "org/target", **data)
-        write_card(folder, None, None, CardRequest("user/name", "mit"))
+        write_card(folder, None, None, repo="user/name", licence="mit")
         card = (folder / "README.md").read_text()
         assert "{" not in card.replace("--speculative-config '{", "").replace("mix: {}", "").replace("options: {}", "")
         found = ModelCard(card).data.to_dict()
@@ -53,20 +54,8 @@ def test_every_kind_has_a_card(tmp_path: Path) -> None:
         assert (f"--speculative-algorithm {SGLANG.get(kind)} " in card) == named
         assert ("--format sglang" in card) == named
         assert 'from_pretrained("org/target")' in card
-
-
-@pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [("train", "learning_rate", [1]), ("data", "prompts", {}), ("teacher", "kind", 1), ("target", "model", ["x"])],
-)
-def test_a_damaged_recipe_is_refused(tmp_path: Path, section: str, key: str, value: object) -> None:
-    folder = _saved("medusa", tmp_path / "medusa", make_llama(num_hidden_layers=6), "org/target")
-    config = json.loads((folder / "config.json").read_text())
-    for damaged, name in (({**config["draftsmith"]["recipe"][section], key: value}, f"{section}.{key}"), (5, section)):
-        config["draftsmith"]["recipe"][section] = damaged
-        (folder / "config.json").write_text(json.dumps(config))
-        with pytest.raises(ConfigError, match=rf"draftsmith\.recipe\.{name}=.*; expected a recipe's value"):
-            write_card(folder, None, None, CardRequest("user/name", "mit"))
+        count = sum(value.numel() for value in load_file(folder / "model.safetensors").values())
+        assert f"| drafter | `{kind}`, {count:,} numbers in safetensors |" in card
 
 
 def test_engines_are_started_by_names_that_they_know(tmp_path: Path) -> None:
@@ -106,27 +95,18 @@ def test_what_was_measured_stands_with_its_conditions(tmp_path: Path, tiny_targe
         write_card(folder, evaluation().as_json(), "nobody")
 
 
-def test_a_card_says_what_more_training_would_bring(tmp_path: Path, tiny_target: LlamaForCausalLM) -> None:
-    folder = _saved("medusa", tmp_path / "d", tiny_target, "embedded")
-    metrics = [{"step": 10 * n, "evaluation": {"tau": 2.0, "tokens": [4, 4], "rounds": [2, 2]}} for n in range(6)]
-    write_card(folder, None, None, metrics=metrics)
-    card = (folder / "README.md").read_text().replace("\\", "")
-    assert "during training. Twice the steps (100) would bring about tau 2.00 [2.00, 2.00], against 2.00" in card
-    assert "held-out prompts.\n\n<details>" in card
-    write_card(folder, None, None, metrics=metrics[:3])
-    card = (folder / "README.md").read_text().replace("\\", "")
-    assert "during training.\n\n<details>" in card
-
-
-def test_a_card_has_the_steps_that_ran(tmp_path: Path, tiny_target: LlamaForCausalLM) -> None:
+def test_a_card_has_the_steps_that_ran_and_what_more_would_bring(tmp_path: Path, tiny_target: LlamaForCausalLM) -> None:
     folder = _saved("medusa", tmp_path / "d", tiny_target, "embedded", train={"steps": 200})
+    taus = [{"step": 10 * n, "evaluation": {"tau": 2.0, "tokens": [4, 4], "rounds": [2, 2]}} for n in range(6)]
+    losses = [{"step": n, "loss": 1.0, "alpha": []} for n in range(1, 201)]
     for metrics, said in (
-        ([{"step": n, "loss": 1.0, "alpha": []} for n in range(1, 201)], "; 200 steps of 16 sequences"),
-        ([{"step": n, "loss": 1.0, "alpha": []} for n in range(1, 71)], "; 70 of 200 planned steps of 16 sequences"),
-        ([], "; 200 steps of 16 sequences"),
+        (losses, "; 200 steps of 16 sequences"),
+        (losses[:70], "; 70 of 200 planned steps of 16 sequences"),
+        (taus, "during training. Twice the steps (100) would bring about tau 2.00 [2.00, 2.00], against 2.00"),
+        (taus[:3], "during training.\n\n<details>"),
     ):
         write_card(folder, None, None, metrics=metrics)
-        assert said in (folder / "README.md").read_text()
+        assert said in (folder / "README.md").read_text().replace("\\", "")
 
 
 @pytest.mark.parametrize(
@@ -237,10 +217,3 @@ def test_names_of_the_hub_are_told_from_local_ones(tmp_path: Path, monkeypatch: 
     local = ("runs/target", "data/p.jsonl", "./x/y", "embedded", "a/b/c", "/a/b", "~/x")
     assert [is_local(name) for name in local] == [True] * len(local)
     assert not is_local("org/target")
-
-
-def test_the_numbers_of_a_card_are_its_files(tmp_path: Path, tiny_target: LlamaForCausalLM) -> None:
-    folder = _saved("medusa", tmp_path / "d", tiny_target, "org/target")
-    write_card(folder, None, None)
-    count = sum(value.numel() for value in HEADS["medusa"].from_target(tiny_target).state_dict().values())
-    assert f"| drafter | `medusa`, {count:,} numbers in safetensors |" in (folder / "README.md").read_text()
