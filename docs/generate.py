@@ -16,53 +16,56 @@ from draftsmith.heads.configs import DRAFTERS
 from draftsmith.train.recipe import SECTIONS, Recipe
 
 FOLDER = Path(__file__).parent / "reference"
-SHARED_BY = 3
-"""Commands from which an option with the same help is described once for all of them."""
 RECIPE_HEAD = """# Recipe keys
 
-A recipe is a YAML file with the sections below; only `name`, `output` and `drafter` are required.
-`draftsmith train RECIPE section.key=value` overrides a key. Unknown keys are refused, with the nearest name. This page
-is generated from the code by `python docs/generate.py`.
-
-For completion and checks in an editor, run `draftsmith recipes --schema > recipe.schema.json`, and begin the recipe
-with `# yaml-language-server: $schema=recipe.schema.json`.
+A recipe is a YAML file of these keys with their defaults; `name`, `output` and `drafter.type` are required.
+`draftsmith train RECIPE section.key=value` overrides a key. For completion in an editor, run
+`draftsmith recipes --schema > recipe.schema.json`, and begin the recipe with
+`# yaml-language-server: $schema=recipe.schema.json`. `python docs/generate.py` writes this page from the code.
 """
 COMMAND_HEAD = """# Command line
 
 `draftsmith COMMAND --help` prints the same; `draftsmith --install-completion` completes commands and options in the
-shell. Bad input ends with exit code 2 and one line that names the option, its value and the accepted values. This page
-is generated from the code by `python docs/generate.py`.
+shell. Bad input ends with exit code 2 and one line that names the option, its value and the accepted values.
+`python docs/generate.py` writes this page from the code.
 """
 
 
 def recipe_page() -> str:
-    """Return the page of all recipe keys, section by section."""
-    parts = [RECIPE_HEAD, _keys("Top level", Recipe, but=(*SECTIONS, "drafter"))]
+    """Return the page of all recipe keys, section by section; keys of several drafters are described once."""
+    parts = [RECIPE_HEAD, _section("Top level", _keys(Recipe, but=(*SECTIONS, "drafter")))]
     for name, section in SECTIONS.items():
-        parts.append(_keys(f"`{name}`", section))
+        parts.append(_section(f"`{name}`", _keys(section), Recipe.model_fields[name].description or ""))
         if name == "data":
-            parts.append(_keys("`data.server`", ServerSection))
-    parts.append("\n## `drafter`\n\n`drafter.type` chooses the drafter; the other keys depend on it.\n")
-    parts += [_keys(f"`{name}`", entry.section, "###", but=("type",)) for name, entry in DRAFTERS.items()]
+            parts.append(_section("`data.server`", _keys(ServerSection)))
+    drafters = {name: _keys(entry.section, but=("type",)) for name, entry in DRAFTERS.items()}
+    shared = [
+        line for line, count in Counter(line for lines in drafters.values() for line in lines).items() if count > 1
+    ]
+    parts.append(_section("`drafter`", shared, "`drafter.type` chooses the drafter. Keys of several types:"))
+    for name, lines in drafters.items():
+        others = [line.split("`")[1].partition("=")[0] for line in lines if line in shared]
+        about = f"Also {', '.join(f'`{key}`' for key in others)}." if others else ""
+        parts.append(_section(f"`{name}`", [line for line in lines if line not in shared], about, "###"))
     return "".join(parts)
 
 
-def _keys(title: str, section: type[BaseModel], level: str = "##", but: Iterable[str] = ()) -> str:
-    rows = [
-        (f"`{name}`", _default(field), _values(field) + (field.description or ""))
+def _section(title: str, lines: Iterable[str], about: str = "", level: str = "##") -> str:
+    return "\n\n".join(part for part in (f"\n{level} {title}", about, "\n".join(lines)) if part) + "\n"
+
+
+def _keys(section: type[BaseModel], but: Iterable[str] = ()) -> list[str]:
+    """Return a list item for each key: its name and default, accepted words and meaning."""
+    return [
+        f"- `{name}{_default(field)}`: {' '.join((_values(field) + (field.description or '')).split())}"
         for name, field in section.model_fields.items()
         if name not in but
     ]
-    about = "" if but else Recipe.model_fields.get(title.strip("`"), FieldInfo()).description
-    intro = f"{about}\n\n" if about else ""
-    return f"\n{level} {title}\n\n{intro}{_table(('key', 'default', 'meaning'), rows)}"
 
 
 def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    value = field.get_default(call_default_factory=True, validated_data={})
-    return "" if value is None or value in ({}, []) else f"`{_yaml(value)}`"
+    value = None if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
+    return "" if value is None or value in ({}, []) else f"={_yaml(value)}"
 
 
 def _yaml(value: object) -> str:
@@ -88,20 +91,16 @@ def command_page() -> str:
     """Return the page of all commands with their options; options of several commands are described once."""
     commands = list(_commands("draftsmith", get_command(app)))
     described = Counter(_described(option) for _, command in commands for option in _options(command))
-    shared = {line for line, count in described.items() if count >= SHARED_BY}
+    shared = {line: line.split("`")[1].split("=")[0] for line, count in described.items() if count > 1}
     parts = [COMMAND_HEAD]
     for name, command in commands:
         options = [_described(option) for option in _options(command)]
-        parts.append(f"\n## `{name}{_arguments(command)}`\n\n{_sentence(command.help)}\n")
         own = [line for line in options if line not in shared]
-        if own:
-            parts.append("\n" + _table(("option", "default", "meaning"), own))
-        others = ", ".join(line[0] for line in options if line in shared)
-        if others:
-            parts.append(f"\n[Shared options](#shared-options): {others}.\n")
-    rows = [line for line in described if line in shared]
-    parts.append(f"\n## Shared options\n\n{_table(('option', 'default', 'meaning'), rows)}")
-    return "".join(parts)
+        about = _sentence(command.help)
+        if others := ", ".join(f"`{shared[line]}`" for line in options if line in shared):
+            about += f" [Shared](#shared-options): {others}."
+        parts.append(_section(f"`{name}{_arguments(command)}`", own, about))
+    return "".join([*parts, _section("Shared options", shared)])
 
 
 def _commands(name: str, command: Any) -> Iterator[tuple[str, Any]]:
@@ -126,22 +125,15 @@ def _arguments(command: Any) -> str:
     return "".join(words)
 
 
-def _described(option: Any) -> tuple[str, str, str]:
+def _described(option: Any) -> str:
+    """Return the list item of an option: its name and default, and its meaning."""
     default = option.default
     plain = default is not None and not callable(default) and not isinstance(default, bool) and default != ()
-    return f"`{option.opts[0]}`", f"`{default}`" if plain else "", _sentence(option.help)
+    return f"- `{option.opts[0]}{f'={default}' if plain else ''}`: {_sentence(option.help)}"
 
 
 def _sentence(text: str | None) -> str:
     return " ".join(inspect.cleandoc(text or "").split())
-
-
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in (head, ("---",) * len(head), *rows))
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
 
 
 PAGES = {"recipe-keys.md": recipe_page, "command-line.md": command_page}

@@ -102,12 +102,12 @@ def memory(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
     processes: Annotated[int, typer.Option("--processes", min=1, help="Processes that share a batch.")] = 1,
-    sharded: flag("--sharded", "Estimate for FSDP2 or ZeRO.") = False,
+    sharded: Annotated[bool, flag("--sharded", "Estimate for FSDP2 or ZeRO.")] = False,
     on: Annotated[
         str | None,
         typer.Option("--on", help="A GPU, such as h100 or 4090: does the run fit, how long does it take?"),
     ] = None,
-    as_json: flag("--json", "Print the result as JSON, instead of tables.") = False,
+    as_json: Annotated[bool, flag("--json", "Print the result as JSON, instead of tables.")] = False,
 ) -> None:
     """Estimate the memory (and time) of a recipe in each process from the target's config, without its weights."""
     checked = checked_recipe(recipe, overrides)
@@ -237,7 +237,7 @@ def env() -> None:
 @app.command(rich_help_panel=TRAIN)
 def recipes(
     name: Annotated[str | None, typer.Argument(help="Recipe to print.")] = None,
-    schema: flag("--schema", "Print the JSON schema of recipes, for editors.") = False,
+    schema: Annotated[bool, flag("--schema", "Print the JSON schema of recipes, for editors.")] = False,
 ) -> None:
     """List the shipped recipes, or print one, or a launch file such as accelerate/ddp_8gpu."""
     from draftsmith.train.recipe import LAUNCH_CONFIGS, Recipe, launch_configs, shipped_recipes, unknown_recipe

@@ -126,12 +126,14 @@ def _shared(
     kind: Any, default: Any, name: str, help: str, check: Any = None, panel: str | None = None
 ) -> tuple[Any, Any]:
     """Return the annotation and the default of an option."""
-    return Annotated[kind, typer.Option(name, help=help, callback=check, rich_help_panel=panel)], default
+    metavar = "" if kind is bool else None  # typer would print the type of a flag, too
+    option = typer.Option(name, help=help, callback=check, metavar=metavar, rich_help_panel=panel)
+    return Annotated[kind, option], default
 
 
-def flag(name: str, help: str, panel: str | None = None) -> Any:
-    """Return the annotation of an option without a value."""
-    return Annotated[bool, typer.Option(name, help=help, metavar="", rich_help_panel=panel)]
+def flag(name: str, help: str) -> Any:
+    """Return an option without a value, for an annotation."""
+    return typer.Option(name, help=help, metavar="")
 
 
 OPTIONS: dict[str, tuple[Any, Any]] = {
@@ -151,7 +153,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "max_new_tokens": _shared(int, 96, "--max-new-tokens", "Most new tokens per turn.", at_least_one),
     "repeats": _shared(int, 3, "--repeats", "Times that every text is generated.", at_least_one),
     "out": _shared(Path, REQUIRED, "--out", "Folder for the report; the same command continues a run."),
-    "as_json": (flag("--json", "Print the result as JSON, instead of tables."), False),
+    "as_json": _shared(bool, False, "--json", "Print the result as JSON, instead of tables."),
     "temperatures": _shared(
         list[float] | None, None, "--temperature", "Repeatable; default: 0 (greedy) and 1.", not_negative, SAMPLING
     ),
@@ -165,10 +167,11 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "attn_implementation": _shared(
         str | None, None, "--attn-implementation", ATTENTION_HELP, _checked(_check_attention_name), LOADING
     ),
-    "compile": (flag("--compile", "Compile the passes with torch.compile; on CUDA as CUDA graphs.", LOADING), False),
-    "invariant": (
-        flag("--invariant", "Passes of one shape: greedy texts equal the target's bit by bit.", LOADING),
-        False,
+    "compile": _shared(
+        bool, False, "--compile", "Compile the passes with torch.compile; on CUDA as CUDA graphs.", None, LOADING
+    ),
+    "invariant": _shared(
+        bool, False, "--invariant", "Passes of one shape: greedy texts equal the target's bit by bit.", None, LOADING
     ),
     "images": _shared(str | None, None, "--images", IMAGES_HELP, _checked(_check_folder), LOADING),
     "chat_template": _shared(
@@ -177,7 +180,9 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "template_options": _shared(
         Texts, None, "--template-option", "Variable key=value of the chat template; repeatable.", None, LOADING
     ),
-    "trust_remote_code": (flag("--trust-remote-code", "Run code from the target's repository.", LOADING), False),
+    "trust_remote_code": _shared(
+        bool, False, "--trust-remote-code", "Run code from the target's repository.", None, LOADING
+    ),
 }
 """Options of several commands by the name of their setting: annotation and default."""
 TEMPLATE = ("chat_template", "template_options")
@@ -211,7 +216,8 @@ def settings_of(kind: type[AnySettings], given: dict[str, Any], **own: Any) -> A
     """Return the settings that a command's options describe; where an option is None, the setting has its default."""
     values = {name: value for name, value in {**given, **own}.items() if value is not None}
     values["template_options"] = template_options(values.get("template_options"))
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    plain: dict[str, Any] = {name: tuple(value) if type(value) is list else value for name, value in values.items()}
+    return kind(**plain)
 
 
 def print_json(value: Any) -> None:

@@ -84,10 +84,10 @@ def push(
     measured_as: Annotated[str | None, typer.Option("--as", help="The drafter's name in that result.")] = None,
     licence: Annotated[str | None, typer.Option("--licence", help="The Hub's identifier: apache-2.0, mit.")] = None,
     base_model: Annotated[str | None, typer.Option("--base-model", help="Hub id of the target: user/name.")] = None,
-    private: flag("--private", "Create the repository as a private one.") = False,
+    private: Annotated[bool, flag("--private", "Create the repository as a private one.")] = False,
     revision: Annotated[str | None, typer.Option("--revision", help="Push to this branch.")] = None,
     message: Annotated[str | None, typer.Option("--message", help="Commit message.")] = None,
-    dry_run: flag("--dry-run", "Write the folder without uploading it.") = False,
+    dry_run: Annotated[bool, flag("--dry-run", "Write the folder without uploading it.")] = False,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="Folder for the published files; in a dry run by default runs/push/NAME."),
