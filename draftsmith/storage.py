@@ -42,14 +42,6 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _make(folder: Path) -> None:
-    """Create a folder and its parents, and sync each parent, so that the new entry survives a power cut."""
-    if not folder.is_dir():
-        _make(folder.parent)
-        folder.mkdir(exist_ok=True)
-        _fsync(folder.parent)
-
-
 def require_writable(key: str, folder: Path) -> None:
     """Check that `atomic_folder` could write `folder`; raise ConfigError otherwise.
 
@@ -92,7 +84,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     destination is replaced.
     """
     path = path.resolve() if path.is_symlink() else path
-    _make(path.parent)
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{path.name}.tmp-{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
@@ -143,7 +135,7 @@ def clear_leftovers(folder: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Replace the file `path` by `text` in one step."""
-    _make(path.parent)
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")

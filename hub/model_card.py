@@ -35,12 +35,9 @@ from draftsmith.safe_text import markdown_environment
 from draftsmith.storage import write_json, write_text
 
 if TYPE_CHECKING:
-    from draftsmith.eval.plots import Plot
     from draftsmith.eval.results import Row, StoredEvaluation
 
 TASK = "text-generation"
-
-
 LICENCE = re.compile(r"[a-z0-9][a-z0-9.\-]*")
 
 
@@ -189,11 +186,13 @@ def write_card(
         ConfigError: for a folder that is not a checkpoint, a drafter without rows, or a name that the Hub refuses.
     """
     from draftsmith.eval.learning_curve import outlook
+    from draftsmith.eval.plots import evaluation_plots, training_plots  # matplotlib: only where a card is written
+    from draftsmith.eval.prompts import OVERALL
 
     section = checkpoint_section(folder)
     evaluation = evaluation and _about(drafter, evaluation)
     rows = [] if evaluation is None else evaluation["rows"]
-    overall, metrics = _overall(rows), metrics or []
+    overall, metrics = [row for row in rows if row["category"] == OVERALL], metrics or []
     target, base_model = base_model or _target_name(section), base_model or hub_target(section)
     name = repo or str(folder)
     recipe = section["recipe"] or {}
@@ -206,7 +205,8 @@ def write_card(
         rows=overall,
         prompts="" if evaluation is None else last_part(evaluation["settings"]["prompts"]),
     )
-    plots = _plots(rows, drafter or last_part(name), metrics)
+    plots = evaluation_plots(rows) if rows else []
+    plots += training_plots({drafter or last_part(name): metrics})
     card = _render(
         metadata=Markup(data.to_yaml()),
         name=name,
@@ -228,18 +228,23 @@ def write_card(
         generates=(folder / CODE / "generate.py").is_file(),
         engines=_engines(section, base_model),
     )
-    _write_plots(folder / PLOTS, plots)
+    for plot in plots:
+        (folder / PLOTS).mkdir(exist_ok=True)
+        (folder / PLOTS / plot.file).write_bytes(plot.png)
     write_text(folder / "README.md", card)
     if evaluation is not None:
         # Measurements of single prompts and sampled texts stay in the report.
         write_json(folder / EVALUATION, {**evaluation, "measurements": [], "samples": []})
 
 
-def _overall(rows: "list[Row]") -> "list[Row]":
-    """Return the rows over all prompts."""
-    from draftsmith.eval.prompts import OVERALL
+def _render(**values: Any) -> str:
+    from draftsmith.eval.report import interval
 
-    return [row for row in rows if row["category"] == OVERALL]
+    environment = markdown_environment(interval=interval)
+    environment.trim_blocks = True
+    environment.filters["last_part"] = last_part
+    text = files("draftsmith.hub").joinpath("card.md.j2").read_text(encoding="utf-8")
+    return environment.from_string(text).render(plots_folder=PLOTS, **values)
 
 
 def _about(drafter: str | None, evaluation: "StoredEvaluation") -> "StoredEvaluation":
@@ -295,26 +300,3 @@ def _hub_datasets(recipe: dict[str, Any]) -> list[str]:
     """Return the data set of the Hub that a recipe trains on, if there is one."""
     source = (recipe.get("teacher") or {}).get("file") or (recipe.get("data") or {}).get("prompts")
     return [source] if source is not None and not is_local(source) else []
-
-
-def _write_plots(folder: Path, plots: "list[Plot]") -> None:
-    for plot in plots:
-        folder.mkdir(exist_ok=True)
-        (folder / plot.file).write_bytes(plot.png)
-
-
-def _plots(rows: "list[Row]", drafter: str, metrics: list[dict[str, Any]]) -> "list[Plot]":
-    from draftsmith.eval.plots import evaluation_plots, training_plots  # matplotlib: only where a card is written
-
-    plots = evaluation_plots(rows) if rows else []
-    return plots + training_plots({drafter: metrics})
-
-
-def _render(**values: Any) -> str:
-    from draftsmith.eval.report import interval
-
-    environment = markdown_environment(interval=interval)
-    environment.trim_blocks = True
-    environment.filters["last_part"] = last_part
-    text = files("draftsmith.hub").joinpath("card.md.j2").read_text(encoding="utf-8")
-    return environment.from_string(text).render(plots_folder=PLOTS, **values)

@@ -11,8 +11,7 @@ import typer
 from draftsmith import __version__
 from draftsmith.cli.check import check
 from draftsmith.cli.data import data_app
-from draftsmith.cli.eval import eval_app
-from draftsmith.cli.forecast import forecast
+from draftsmith.cli.eval import eval_app, forecast
 from draftsmith.cli.options import (
     DRAFTER_HELP,
     LOADED,
@@ -179,9 +178,9 @@ def generate(
     **given: Any,
 ) -> None:
     """Stream the continuation of a prompt; accepted draft tokens are coloured."""
-    own = {"draft_length": draft_length, "policy": policy}
-    if drafter is None and (used := [name for name, value in own.items() if value is not None]):
-        raise ConfigError(f"{used[0]}={own[used[0]]} without --drafter; expected a drafter")
+    for option, value in {"--gamma": draft_length, "--policy": policy}.items():
+        if drafter is None and value is not None:
+            raise ConfigError(f"{option}={value} without --drafter; expected a drafter")
     # A folder that is missing is told before torch is imported.
     named = checked_drafters([f"drafter={drafter}"]) if drafter else {}
     from draftsmith.cli.generate import stream

@@ -1,6 +1,7 @@
 """`draftsmith check`: a test of losslessness on this machine, with an exit code."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +18,7 @@ from draftsmith.cli.options import (
     suggest,
     taking,
 )
-from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.errors import ConfigError
 from draftsmith.reading import read_json
 
 if TYPE_CHECKING:
@@ -86,14 +87,12 @@ def check(
         session = load_session(settings, rows, trust_remote_code=trust_remote_code)
         return check(session.target, session.drafters, session.prompts, settings, keep=keep)
 
-    if out is None:
-        checked = _run(checking, out, as_json)
-    else:
-        from draftsmith.storage import hold_folder
+    from draftsmith.storage import hold_folder
 
-        with hold_folder("out", out):
+    with nullcontext() if out is None else hold_folder("out", out):
+        if out is not None:
             _require_folder(settings, out)
-            checked = _run(checking, out, as_json)
+        checked = _run(checking, out, as_json)
     if checked.verdict == "lossless" and not as_json and drafters:
         suggest("draftsmith", *measuring("eval", settings, drafters))
     raise typer.Exit(EXIT_CODES[checked.verdict])
@@ -143,36 +142,22 @@ def _require_folder(settings: "CheckSettings", out: Path) -> None:
 
 
 def _run(checking: "Callable[[Keep], Check]", out: Path | None, as_json: bool) -> "Check":
-    """Check and print; the results so far are written to `out` after each drafter and temperature.
-
-    Raises:
-        DraftsmithError: after printing, if the results could not be written.
-    """
+    """Check and print; the results so far are written to `out` after each drafter and temperature."""
     from draftsmith.eval.lossless.check import report
     from draftsmith.storage import write_json, write_text, writing
 
-    problem: DraftsmithError | None = None
-
     def keep(so_far: "Check") -> None:
-        nonlocal problem
         if out is None:
             return
-        try:
-            with writing(out / "check.json", "the results are printed above"):
-                write_json(out / "check.json", so_far.as_json())
-                write_text(out / "check.md", report(so_far))
-        except DraftsmithError as error:
-            problem = error
-        else:
-            problem = None
+        with writing(out / "check.json", "free some space and repeat the command"):
+            write_json(out / "check.json", so_far.as_json())
+            write_text(out / "check.md", report(so_far))
 
     checked = checking(keep)
     if as_json:
         print_json(checked.as_json())
     else:
-        _show(checked, out if problem is None else None)
-    if problem is not None:
-        raise problem
+        _show(checked, out)
     return checked
 
 

@@ -25,28 +25,15 @@ those of plain forward passes, and so learns which drafts the model verifies exa
 - **chains**: a policy with branches is refused with the reason. The default policy is a chain;
 - **none**: the model is refused with the reason.
 
-The check depends on the model at hand: another size or option than in the table may be accepted or refused. In a
-batch, texts share forward passes where the model accepts rows after different numbers of tokens. Otherwise they are
-decoded one after another, with the same texts.
+The check depends on the model at hand: another size or option than in the table may be accepted or refused.
 
 ## Models with recurrent layers, and models without a cache that rolls back
 
 Recurrent layers read one token after the other, so these models verify chains. A round reads up to 16 committed
-tokens again in these layers ([how](decoding.md#recurrent-layers)). The table gives the processor time of a pass over
-a draft of 4 tokens, relative to a pass of the same target over one token without drafts. It was measured with random
-models of 8 layers of width 512, transformers' paths in PyTorch, one core of a virtual AMD EPYC, other processes
-beside it (`python benchmarks/recurrent.py --compile --widths 5 --repeats 21`).
+tokens again in these layers ([how](decoding.md#recurrent-layers)).
 
-| layers | uncompiled | both compiled |
-|---|---|---|
-| attention only | 1.64 | 1.58 |
-| short convolutions (LFM2) | 1.62 | 1.71 |
-| gated delta rule (Qwen3.5) | 1.93 | 1.89 |
-| Mamba-2 | 1.79 | 1.59 |
-| Mamba-1 | 4.27 | |
-
-Some models have no cache from which draft tokens can be removed. Their chains are verified in one of two ways. A
-warning names it, since a round may then cost more than the tokens that it saves:
+Some models have no cache from which draft tokens can be removed. A warning says how their chains are verified, since a
+round may then cost more than the tokens that it saves:
 
 - *each round copies its own cache and reads up to 16 committed tokens again*: a copy of the cache's memory in each
   round (RWKV, DeepSeek-V4);
@@ -57,9 +44,8 @@ warning names it, since a round may then cost more than the tokens that it saves
 ## Every class
 
 The table is the outcome of a test; `architectures` in a model's `config.json` names its class. Each class is built
-with random weights and a few layers in float64, and its greedy texts are compared with those of `generate`. Drafts
-are chains, trees and batches of prompts of different lengths, wrong at random positions. All tokens are equal for
-every class that verifies trees or chains.
+with random weights and a few layers in float64, and its greedy texts are compared with those of `generate`, with
+chains, trees and batches of wrong drafts. All tokens are equal for every class that verifies trees or chains.
 
 - **images**: `yes` where chains after prompts with and without images were compared, with random pixels in the layout
   of the family's processor.

@@ -5,7 +5,6 @@ import io
 import json
 import logging
 import pickle
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from conftest import make_llama
 from hub_server import Hub
 from huggingface_hub import constants
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith import load_drafter
@@ -24,8 +23,7 @@ from draftsmith.distill.load_target import load_target, load_tokenizer
 from draftsmith.distill.sources import read_source
 from draftsmith.errors import ConfigError
 from draftsmith.heads import DraftModel, Medusa
-from draftsmith.heads.checkpoint import describe_target, save_drafter, shared_vocabulary
-from draftsmith.heads.draft_model import DraftModel as Fresh
+from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.heads.draft_model import pretrained_config
 
 ROOT = Path(__file__).parents[3]
@@ -93,7 +91,7 @@ def test_pickled_weights_are_not_even_fetched(
         with pytest.raises(ConfigError, match=r"drafter=|target="):
             load()
     with pytest.raises(ConfigError, match=r"drafter\.model="):
-        Fresh.from_target(tiny_target, model=REPO)
+        DraftModel.from_target(tiny_target, model=REPO)
     for name, held in bombs.items():
         (draft_folder / name).write_bytes(held)
         assert not [asked for asked in hub.asked if asked.startswith("GET") and asked.endswith(name)]
@@ -116,8 +114,8 @@ def test_an_adapter_beside_a_model_is_not_put_on(
         lambda: load_drafter(draft_folder, tiny_target),
         lambda: load_drafter(REPO, tiny_target),
         lambda: load_target(REPO),
-        lambda: Fresh.from_target(tiny_target, model=REPO),
-        lambda: Fresh.from_target(tiny_target, model=str(draft_folder)),
+        lambda: DraftModel.from_target(tiny_target, model=REPO),
+        lambda: DraftModel.from_target(tiny_target, model=str(draft_folder)),
     ):
         with pytest.raises(ConfigError, match=r"holds an adapter_config\.json; expected a whole model"):
             load()
@@ -142,20 +140,13 @@ LARGE = 10**9
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_set(OURS, to=[1]), r"draftsmith=\[1\]"),
-        (_set(OURS, "target", to="x"), r"draftsmith\.target='x'"),
         (_set(OURS, "target", "vocab_size", to="64"), r"draftsmith\.target\.vocab_size='64'"),
         (_set(OURS, "target", "hidden_size", to=10**12), r"draftsmith\.target\.hidden_size=1000000000000"),
-        (_set(OURS, "target", "name", to="x" * 10**5), r"draftsmith\.target\.name='xxx"),
         (_set(OURS, "draft_length", to=LARGE), rf"draftsmith\.draft_length={LARGE}"),
-        (_set(OURS, "draft_length", to=True), r"draftsmith\.draft_length=True"),
         (_set(OURS, "format", to=2), r"draftsmith\.format=2"),
-        (_set(OURS, "drafter", to=3), r"draftsmith\.drafter=3"),
         (_set(OURS, "type", to="__class__"), "is of type '__class__'; expected one of"),
         (_set(*SIZES, "hidden_size", to="wide"), "cannot be read"),
-        (_set(*SIZES, "unheard_of", to=1), "cannot be read"),
         (_set(*SIZES, "hidden_size", to=LARGE), "config.json claims 1000000000000000000 numbers or more; expected at"),
-        (_set(*SIZES, "hidden_size", to=30_000), "config.json claims 900000000 numbers or more; expected at most"),
         (_set(*SIZES, "vocab_size", to=LARGE), r"config.json claims \d+ numbers or more; expected at most"),
         (_set(*SIZES, "num_heads", to=LARGE), r"config.json claims \d+ parameters or more; expected what"),
     ],
@@ -226,8 +217,8 @@ def test_numbers_of_a_config_are_bounded(
     changed(draft_folder / "config.json", lambda config: config.update(change))
     for load in (
         lambda: load_drafter(draft_folder, tiny_target),
-        lambda: Fresh.from_target(tiny_target, model=str(draft_folder)),
-        lambda: Fresh.from_target(tiny_target, config=json.loads((draft_folder / "config.json").read_text())),
+        lambda: DraftModel.from_target(tiny_target, model=str(draft_folder)),
+        lambda: DraftModel.from_target(tiny_target, config=json.loads((draft_folder / "config.json").read_text())),
         lambda: pretrained_config(str(draft_folder)),
     ):
         with pytest.raises(ConfigError, match=rf"^drafter.* claims {claim}"):
@@ -251,15 +242,6 @@ def test_other_layouts_claim_no_more_either(config: dict[str, Any], tmp_path: Pa
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"config\.json claims"):
         load_drafter(tmp_path, tiny_target)
-
-
-def test_a_tokenizer_that_cannot_be_read_is_one_line(
-    draft_folder: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    """The tokenizer is read for the vocabulary that the models share, and reads config.json in its turn."""
-    changed(draft_folder / "config.json", _set("mlp_bias", to=-1))
-    with pytest.raises(ConfigError, match=r"its tokenizer cannot be read \(Validation error.*mlp_bias.*a whole one"):
-        shared_vocabulary(draft_folder, draft_folder, tiny_tokenizer)
 
 
 def test_files_are_bounded(folder: Path, tiny_target: LlamaForCausalLM) -> None:
@@ -347,7 +329,7 @@ def test_code_runs_only_when_the_user_says_so(
             lambda place=place: load_drafter(place, tiny_target, tiny_tokenizer),
             lambda place=place: load_target(place),
             lambda place=place: load_tokenizer(place),
-            lambda place=place: Fresh.from_target(tiny_target, model=place),
+            lambda place=place: DraftModel.from_target(tiny_target, model=place),
         ):
             with pytest.raises(ConfigError):
                 load()
@@ -403,14 +385,6 @@ def test_adapters_on_a_target_are_held_to_their_file(
     with pytest.raises(ConfigError, match="pickled are not read"):
         load_target(str(tmp_path / "a"))
     assert not mark.exists()
-
-
-def test_whole_checkpoints_still_load(folder: Path, tiny_target: LlamaForCausalLM) -> None:
-    """Real files are within the bounds."""
-    drafter = load_drafter(folder, tiny_target)
-    held = load_file(folder / "model.safetensors")
-    assert all(torch.equal(value, held[name]) for name, value in drafter.state_dict().items())
-    shutil.rmtree(folder)
 
 
 UNSAFE = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
