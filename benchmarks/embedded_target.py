@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from draftsmith.bars import Bars
 from draftsmith.distill.embedded.corpus import read_modules
 from draftsmith.distill.load_target import bf16_is_fast, load_target
 from draftsmith.distill.muon import Muon
 from draftsmith.provenance import environment
-from draftsmith.safe_text import Terminal
 from draftsmith.storage import atomic_folder, write_json
+from draftsmith.terminal import Bars, Terminal
 
 # Shapes: B batch, T positions, V vocabulary.
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from datasets import Dataset, Features, List, Value, concatenate_datasets, disable_progress_bars
 from datasets.arrow_writer import ArrowWriter
 
-from draftsmith.bars import clock
 from draftsmith.distill.chat_template import Chat, Encoded, ImageAfterAnswer, TooLongText, characters
 from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.embedded import embedded_prompts
@@ -26,6 +25,7 @@ from draftsmith.heads.hidden_states import inputs_fingerprint
 from draftsmith.names import EMBEDDED
 from draftsmith.provenance import fingerprint
 from draftsmith.storage import atomic_folder, cache_dir, hold_cache, write_json
+from draftsmith.terminal import clock
 
 VERSION = 4
 SECONDS = 10

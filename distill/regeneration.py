@@ -19,7 +19,6 @@ from typing import Any
 import pyarrow.parquet
 from datasets import Dataset, concatenate_datasets, disable_progress_bars, load_from_disk
 
-from draftsmith.bars import Bars, units
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sequence import DecodeOutput
 from draftsmith.distill.asked import Asked, question_numbers, text_seed
@@ -31,8 +30,8 @@ from draftsmith.heads.base import Drafter
 from draftsmith.heads.model_config import context_limit, eos_tokens
 from draftsmith.metrics import tau
 from draftsmith.provenance import fingerprint, fingerprint_of_numbers, model_fingerprint
-from draftsmith.safe_text import Terminal
 from draftsmith.storage import atomic_folder, cache_dir, hold_cache, write_json, writing
+from draftsmith.terminal import Bars, Terminal, units
 
 SAMPLES_VERSION = 5
 COUNTS = "counts.json"

@@ -6,7 +6,6 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.bars import stage
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.policies import Chain
 from draftsmith.distill.detokenize import IncrementalText
@@ -21,8 +20,8 @@ from draftsmith.eval.settings import BASELINE, Settings, Variant, load_session, 
 from draftsmith.heads.base import Drafter
 from draftsmith.metrics import tau
 from draftsmith.provenance import environment
-from draftsmith.safe_text import Terminal
 from draftsmith.storage import hold_folder, writing
+from draftsmith.terminal import Terminal, stage
 
 MOST_REPEATS = 1000
 """Every repeat decodes all texts again."""

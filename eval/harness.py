@@ -12,7 +12,6 @@ from typing import Any
 from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 
-from draftsmith.bars import Bars, stage, units
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.passes.graphs import built_graphs
@@ -28,7 +27,7 @@ from draftsmith.heads.base import Drafter
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.recall import memories
 from draftsmith.provenance import environment, model_fingerprint
-from draftsmith.safe_text import Terminal
+from draftsmith.terminal import Bars, Terminal, stage, units
 
 COSTS_OF = "costs of "
 """Before a drafter's name: the journal's entry with the seconds of its passes."""

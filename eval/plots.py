@@ -17,7 +17,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, PercentFormatter, StrMeth
 from draftsmith.eval.prompts import OVERALL
 from draftsmith.eval.results import Row, short_policy
 from draftsmith.metrics import often_tested
-from draftsmith.safe_text import printable
+from draftsmith.terminal import printable
 
 if TYPE_CHECKING:
     from matplotlib.typing import RcKeyType

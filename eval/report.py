@@ -16,8 +16,8 @@ from draftsmith.eval.prompts import OVERALL
 from draftsmith.eval.results import EVALUATION, Evaluation, Row, read_evaluation, short_policy
 from draftsmith.eval.settings import Settings, require_same_settings
 from draftsmith.metrics import FEW, often_tested
-from draftsmith.safe_text import markdown_environment, printable
 from draftsmith.storage import write_json, write_text
+from draftsmith.terminal import markdown_environment, printable
 
 MOST_POSITIONS = 16
 """Columns of acceptance by draft position; a hybrid's copies may be twice as long."""

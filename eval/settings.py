@@ -8,7 +8,6 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.bars import stage
 from draftsmith.decode.fitting import capabilities, require_readable
 from draftsmith.decode.policies import check_policy
 from draftsmith.decode.sampling import Sampling, require_seed
@@ -24,7 +23,7 @@ from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.untrusted import StoredDrafter, local_folder, read_config
 from draftsmith.names import DTYPES, EMBEDDED, check_attention, check_target_name
 from draftsmith.provenance import model_fingerprints
-from draftsmith.safe_text import Terminal
+from draftsmith.terminal import Terminal, stage
 
 Variant = tuple[str, str]
 """A drafter's name and its policy."""

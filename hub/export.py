@@ -14,7 +14,6 @@ from rich.table import Table
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.bars import stage
 from draftsmith.distill.embedded import embedded_target
 from draftsmith.distill.load_target import LoadedTarget, load_target
 from draftsmith.errors import ConfigError
@@ -27,8 +26,8 @@ from draftsmith.heads.formats.published import LAYOUTS, write_layout
 from draftsmith.heads.untrusted import local_folder, read_config
 from draftsmith.hub.conventions import Reading, readings_of
 from draftsmith.names import EMBEDDED, check_target_name
-from draftsmith.safe_text import Terminal, markdown_environment
 from draftsmith.storage import atomic_folder, require_writable, write_text
+from draftsmith.terminal import Terminal, markdown_environment, stage
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHOWN = 40

@@ -31,8 +31,8 @@ from draftsmith.heads.formats.common import (
 from draftsmith.heads.formats.transformers import CODE
 from draftsmith.heads.untrusted import read_config, shapes_in
 from draftsmith.reading import dump_yaml
-from draftsmith.safe_text import markdown_environment
 from draftsmith.storage import write_json, write_text
+from draftsmith.terminal import markdown_environment
 
 if TYPE_CHECKING:
     from draftsmith.eval.results import Row, StoredEvaluation

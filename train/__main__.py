@@ -5,7 +5,7 @@ import signal
 import sys
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.safe_text import printable
+from draftsmith.terminal import printable
 from draftsmith.train.recipe import load_recipe
 
 

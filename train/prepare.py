@@ -32,8 +32,8 @@ from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.heads.model_config import context_limit, eos_tokens
 from draftsmith.names import check_attention
 from draftsmith.provenance import tokenizer_fingerprint
-from draftsmith.safe_text import Terminal
 from draftsmith.storage import hold_name, require_writable_file, write_text, writing
+from draftsmith.terminal import Terminal
 from draftsmith.train.bootstrap import load_parts
 from draftsmith.train.launch import RunContext, make_accelerator, preflight
 from draftsmith.train.progress import Console

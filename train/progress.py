@@ -12,8 +12,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.table import Column
 
-from draftsmith.bars import Bars, time_left
-from draftsmith.safe_text import Terminal
+from draftsmith.terminal import Bars, Terminal, time_left
 
 TRIM_EVERY = 8
 """Steps after which freed memory is given back on a CPU: it takes a few percent of one step."""

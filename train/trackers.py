@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.sequence import DecodeOutput
 from draftsmith.distill.detokenize import IncrementalText
-from draftsmith.safe_text import printable
 from draftsmith.storage import write_text
+from draftsmith.terminal import printable
 from draftsmith.train.launch import TRACKER_FOLDER, RunContext
 from draftsmith.train.recipe import Recipe
 

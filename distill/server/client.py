@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 from draftsmith.distill.server.settings import KEY, ServerSection, require_client, server_key
 from draftsmith.errors import ConfigError, DraftsmithError, one_line, reason_of
 from draftsmith.reading import parse_json
-from draftsmith.safe_text import printable
+from draftsmith.terminal import printable
 
 RETRIES = 10
 """Retries of the `openai` client after lost connections and the statuses 408, 409, 429 and 5xx: about a minute."""

@@ -13,7 +13,6 @@ from datasets import Dataset, Features, List, Value
 from datasets.arrow_writer import ArrowWriter
 from rich.progress import TaskID, TextColumn
 
-from draftsmith.bars import Bars, units
 from draftsmith.distill.asked import Asked, question_numbers, text_seed
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.data_section import DataSection
@@ -32,8 +31,8 @@ from draftsmith.distill.server.journal import KEPT, Journal
 from draftsmith.distill.server.settings import ServerSection, require_client
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.provenance import fingerprint
-from draftsmith.safe_text import Terminal
 from draftsmith.storage import cache_dir, hold_cache, writing
+from draftsmith.terminal import Bars, Terminal, units
 
 VERSION = 2
 ANSWERS = "answers.jsonl"

@@ -29,7 +29,7 @@ from draftsmith.cli.options import (
 )
 from draftsmith.cli.publish import export, import_, push
 from draftsmith.errors import ConfigError, DraftsmithError, one_line, reason_of
-from draftsmith.safe_text import printable
+from draftsmith.terminal import printable
 
 app = typer.Typer(
     help="Train drafters for speculative decoding on a frozen target, and measure acceptance and speedup.",

@@ -163,7 +163,7 @@ def _run(checking: "Callable[[Keep], Check]", out: Path | None, as_json: bool) -
 
 def _show(checked: "Check", out: Path | None) -> None:
     from draftsmith.eval.lossless.check import sampling_table, sentences
-    from draftsmith.safe_text import Terminal
+    from draftsmith.terminal import Terminal
 
     console = Terminal(width=None if Terminal().is_terminal else 110)
     for arm in checked.arms:

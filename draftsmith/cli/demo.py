@@ -21,7 +21,7 @@ from draftsmith.errors import ConfigError, one_line, reason_of
 from draftsmith.eval.baseline import fastest_threads, threads
 from draftsmith.eval.settings import PairSettings, Session, load_session, require_valid
 from draftsmith.metrics import acceptance_at, position_counts, tau
-from draftsmith.safe_text import printable
+from draftsmith.terminal import printable
 
 EXAMPLES = ("    def test_close(self):\n", "Once upon a time", "Why is speculative decoding lossless?")
 LONGEST_DRAFT, MOST_TOKENS = 16, 1024

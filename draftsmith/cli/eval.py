@@ -109,7 +109,7 @@ def serve(
     from draftsmith.distill.server.settings import server_section
     from draftsmith.eval.server.run import measure_server, server_table
     from draftsmith.eval.settings import Settings
-    from draftsmith.safe_text import Terminal
+    from draftsmith.terminal import Terminal
 
     section = server_section(url=address, model=model, top_p=given["top_p"])
     served = {"drafters": {model: address}, "batch_sizes": concurrency or (1, 2, 4)}
@@ -144,7 +144,7 @@ def compare(
     from draftsmith.eval.prompts import OVERALL
     from draftsmith.eval.results import frozen_rows, read_evaluation
     from draftsmith.metrics import few_units
-    from draftsmith.safe_text import Terminal
+    from draftsmith.terminal import Terminal
 
     read = [(folder, read_evaluation(folder)) for folder in (first, second) if folder is not None]
     comparisons = compare_evaluations(*(content for _, content in read))

@@ -16,7 +16,7 @@ from draftsmith.distill.sources import Conversation, conversation
 from draftsmith.errors import ConfigError
 from draftsmith.eval.baseline import fastest_threads, threads
 from draftsmith.eval.settings import PairSettings, load_session, require_valid
-from draftsmith.safe_text import Terminal
+from draftsmith.terminal import Terminal
 
 DRAFTED, OWN = "green", "bold"
 """Styles of tokens that the drafter proposed, and of the target's own tokens."""

@@ -27,7 +27,7 @@ from draftsmith.names import (
     require_cached_without_hub,
 )
 from draftsmith.reading import parse_assignment, parse_specification, specified_name
-from draftsmith.safe_text import printable
+from draftsmith.terminal import printable
 
 if TYPE_CHECKING:
     from draftsmith.eval.settings import PairSettings

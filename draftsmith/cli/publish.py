@@ -8,7 +8,7 @@ import typer
 
 from draftsmith.cli.options import at_least_one, flag, suggest, taking
 from draftsmith.errors import DraftsmithError
-from draftsmith.safe_text import printable
+from draftsmith.terminal import printable
 
 OutOption = Annotated[Path, typer.Option("--out", help="A new folder.")]
 RevisionOption = Annotated[str | None, typer.Option("--revision", help="Revision of the target on the Hub.")]

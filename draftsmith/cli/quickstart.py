@@ -24,8 +24,8 @@ from draftsmith.eval.journal import JOURNAL
 from draftsmith.eval.results import EVALUATION, Evaluation
 from draftsmith.eval.settings import Settings
 from draftsmith.reading import assignment
-from draftsmith.safe_text import Terminal
 from draftsmith.storage import hold_folder
+from draftsmith.terminal import Terminal
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.run_folder import is_finished, metrics_of, read_metrics
 from draftsmith.train.trainer import train

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from transformers import PreTrainedModel
 
-from draftsmith.bars import stage
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.fitting import capabilities
 from draftsmith.decode.policies import Chain, Policy, default_policy, policy_named
@@ -39,6 +38,7 @@ from draftsmith.eval.teacher_forced import (
 )
 from draftsmith.heads.base import Drafter
 from draftsmith.provenance import environment
+from draftsmith.terminal import stage
 
 SCHEMA = 1
 TREES = ("tree:widths=2x1x1", "tree:widths=3x2x1", "best-first:size=8,depth=4")

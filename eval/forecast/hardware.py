@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.bars import stage
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.passes.base import Plan
@@ -28,6 +27,7 @@ from draftsmith.heads.base import Context, Drafter
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.retrieval import Hybrid
+from draftsmith.terminal import stage
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 """Draft lengths at which rounds are timed: all of them for the target, which also reads trees and copies, and for each

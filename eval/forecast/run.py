@@ -22,8 +22,8 @@ from draftsmith.eval.forecast.served import (
 from draftsmith.eval.prompts import PromptRows
 from draftsmith.eval.settings import Session, load_session, require_valid
 from draftsmith.heads.recall import memories
-from draftsmith.safe_text import Terminal
 from draftsmith.storage import hold_folder, require_writable_file, write_json, writing
+from draftsmith.terminal import Terminal
 
 IN_FORECAST = "the results are in forecast.json"
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from draftsmith.bars import stage
 from draftsmith.decode.policies import Chain
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.server.answers import COMPLETION
@@ -34,6 +33,7 @@ from draftsmith.heads.formats.common import RARE_IN_SGLANG, SGLANG, VLLM, vllm_t
 from draftsmith.heads.formats.published import LAYOUTS
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.untrusted import local_folder, read_config
+from draftsmith.terminal import stage
 
 SHORT, LONG = 8, 72
 """Tokens of short and long answers."""

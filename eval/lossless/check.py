@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel
 
-from draftsmith.bars import Bars, stage, time_left
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sampling import Sampling
 from draftsmith.eval.lossless.draws import Done, Plan
@@ -20,7 +19,7 @@ from draftsmith.eval.prompts import Prompt
 from draftsmith.eval.settings import PairSettings
 from draftsmith.heads.base import Drafter
 from draftsmith.provenance import environment, model_fingerprint
-from draftsmith.safe_text import Terminal, markdown
+from draftsmith.terminal import Bars, Terminal, markdown, stage, time_left
 
 SCHEMA = 1
 ALPHA = 1e-3

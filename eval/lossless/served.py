@@ -7,7 +7,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from draftsmith.bars import stage
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.detokenize import text_after
 from draftsmith.distill.load_target import load_ends, load_target, load_tokenizer
@@ -33,6 +32,7 @@ from draftsmith.eval.prompts import Prompt, PromptRows
 from draftsmith.eval.server.measure import CounterRoutes
 from draftsmith.heads.model_config import context_limit
 from draftsmith.provenance import environment, model_fingerprint
+from draftsmith.terminal import stage
 
 ALONE, TOGETHER, COLD, STOP, END, PENALISED, SAMPLED = range(7)
 """The first number of a request's place in the journal; those of further temperatures follow the last."""

@@ -16,7 +16,6 @@ from urllib.parse import urlsplit, urlunsplit
 import numpy as np
 from datasets import Dataset
 
-from draftsmith.bars import stage
 from draftsmith.distill.asked import Asked
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.data_section import DataSection
@@ -31,6 +30,7 @@ from draftsmith.eval.prompts import Batch, Prompt, batches
 from draftsmith.eval.settings import Settings, Variant
 from draftsmith.metrics import Series, as_series
 from draftsmith.provenance import environment
+from draftsmith.terminal import stage
 
 if TYPE_CHECKING:
     import httpx

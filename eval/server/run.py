@@ -21,8 +21,8 @@ from draftsmith.eval.settings import BASELINE, Settings, require_valid
 from draftsmith.heads.model_config import context_limit
 from draftsmith.metrics import Series, acceptance_at, alpha, few_units, intervals, ratio, speeds, speedup, tau
 from draftsmith.provenance import environment
-from draftsmith.safe_text import markdown
 from draftsmith.storage import hold_folder, write_json, write_text, writing
+from draftsmith.terminal import markdown
 
 ENGINE = "engine"
 """The policy of a served drafter in `eval.json`: the engine's own."""

@@ -19,7 +19,7 @@ import draftsmith
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("heads", "decode", "distill", "eval", "hub", "train")
-GROUND = {"bars", "config", "errors", "metrics", "names", "provenance", "reading", "safe_text", "storage"}
+GROUND = {"config", "errors", "metrics", "names", "provenance", "reading", "storage", "terminal"}
 MAY_IMPORT = {
     "heads": set(),
     "decode": {"heads"},

@@ -13,7 +13,6 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from draftsmith.bars import Bars
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.distill.asked import question_numbers
 from draftsmith.distill.chat_template import Chat
@@ -25,6 +24,7 @@ from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.distill.regeneration import Sampler, Share, samples_key, target_samples
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads import DraftModel, Medusa
+from draftsmith.terminal import Bars
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [3]]
 TEMPLATE = (

@@ -18,7 +18,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.eval.plots import evaluation_plots, training_plots
 from draftsmith.eval.report import verdict, visible, write_report
 from draftsmith.eval.results import read_evaluation
-from draftsmith.safe_text import markdown
+from draftsmith.terminal import markdown
 
 VOID = {"meta", "img", "br", "link"}
 NASTY = "<script>alert('x')</script> & \"q\""

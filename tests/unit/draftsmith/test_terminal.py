@@ -1,13 +1,15 @@
-"""Escape sequences and markup in text are shown literally."""
+"""Escape sequences and markup in text are shown literally; long stages whose output is a file print lines."""
 
 import io
 import json
 import re
+import time
 
 import pytest
+from rich.progress import MofNCompleteColumn, TextColumn
 from rich.table import Table
 
-from draftsmith.safe_text import Terminal, markdown, markdown_environment, printable
+from draftsmith.terminal import Bars, Terminal, markdown, markdown_environment, printable
 
 TITLE = "\x1b]0;owned\x07"
 CLEAR = "\x1b[2J\x9b2J"
@@ -73,3 +75,28 @@ def test_templates_show_what_they_are_filled_with() -> None:
     assert block[0] == block[-1] + "sh" == "````sh", "longer than what is inside"
     assert last == "**a** 1.5"
     assert "\x1b" not in template.render(x=NASTY)
+
+
+def _lines(monkeypatch: pytest.MonkeyPatch, seconds: float, wait: float, **options: bool) -> str:
+    """Return the output of a bar after one unit of three, until it has printed two lines or `wait` seconds are over."""
+    monkeypatch.setattr(Bars, "seconds", seconds)
+    file = io.StringIO()
+    columns = (TextColumn("{task.description}"), MofNCompleteColumn())
+    console = Terminal(file=file, force_terminal=options.get("terminal", False))
+    with Bars(*columns, console=console, disable=options.get("disable", False), auto_refresh=False) as bar:
+        task = bar.add_task("sampling", total=3)
+        bar.advance(task, 1)
+        end = time.monotonic() + wait
+        while time.monotonic() < end and file.getvalue().count("\n") < 2:
+            time.sleep(0.01)
+        said = file.getvalue()
+    return said
+
+
+def test_a_file_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = _lines(monkeypatch, 0.02, 60.0).splitlines()
+    assert len(said) >= 2, "also while nothing advances"
+    assert all(line.split() == ["sampling", "1/3"] for line in said[1:])
+    assert _lines(monkeypatch, 3600.0, 0.2) == "", "not yet"
+    assert _lines(monkeypatch, 0.02, 0.2, disable=True) == "", "another process prints"
+    assert "1/3" not in _lines(monkeypatch, 0.02, 0.2, terminal=True), "a terminal has the bar"
