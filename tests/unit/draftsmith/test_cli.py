@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import constants
 
 from draftsmith.cli import main
-from draftsmith.cli.options import named_drafters, template_options
+from draftsmith.cli.options import measuring, named_drafters, template_options
 from draftsmith.cli.quickstart import chosen
 from draftsmith.decode.policies import CONSTRUCTORS
 from draftsmith.decode.verification import RULES as rules_of_the_decoder
@@ -243,6 +243,16 @@ def test_the_quickstart_chooses_over_both_temperatures() -> None:
 
     rows = [row("even", 0, 2.0), row("even", 1, 2.0), row("uneven", 0, 3.0), row("uneven", 1, 1.2)]
     assert chosen(rows) == {"d": "even"}
+
+
+def test_suggested_commands_keep_the_options_of_loading() -> None:
+    settings = PairSettings("t", {"a": "x"}, prompts="p.jsonl", dtype="bfloat16", invariant=True, images="pictures")
+    common = ["--target", "t", "--drafter", "x", "--prompts", "p.jsonl", "--dtype", "bfloat16"]
+    assert measuring("eval", settings) == ["eval", *common, "--images", "pictures", "--invariant"]
+    assert measuring("forecast", settings) == ["forecast", *common], "which has no such options"
+    named = replace(settings, invariant=False, images=None, template_options={"thinking": False})
+    options = ["--template-option", "thinking=false"]
+    assert measuring("check", named, ["a=x"])[1:] == [*common[:3], "a=x", *common[4:], *options]
 
 
 def test_names_of_drafters() -> None:
