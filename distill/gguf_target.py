@@ -95,7 +95,7 @@ def sha256_of(file: Path) -> str:
 def _converted(file: Path, part: str, write: Callable[[Path], None]) -> Path:
     """Return the folder of the cache with one part of a GGUF file; call `write` with it where it does not exist."""
     if find_spec("gguf") is None:
-        raise ConfigError(f"target={file}: GGUF files need another package: pip install 'draftsmith[gguf]'")
+        raise ConfigError(f"target={file}: GGUF files need another package: pip install '.[gguf]'")
     check_target_name(str(file))
     folder = cache_dir() / "gguf" / f"{sha256_of(file)[:16]}-{FORMAT}" / part
     with hold_cache(folder):

@@ -145,7 +145,7 @@ def load_processor(name: str, *, revision: str | None = None, trust_remote_code:
         processor = AutoProcessor.from_pretrained(str(folder), revision=revision, trust_remote_code=trust_remote_code)
     except ImportError as error:
         reason = reason_of(error).partition(". ")[0]
-        needed = "pip install 'draftsmith[images]' installs what processors need"
+        needed = "pip install '.[images]' installs what processors need"
         raise ConfigError(f"{refusal} here: {reason}; {needed}") from error
     except Exception as error:  # processors raise errors without a common base
         raise ConfigError(f"{refusal} ({reason_of(error)}); expected a target with a processor") from error

@@ -25,7 +25,7 @@ def require_quantization(kind: str, dtype: str) -> None:
     if kind == "float8" and dtype != "bfloat16":
         raise ConfigError(f"{key} with target.dtype={dtype}; expected bfloat16, which its kernels read")
     if find_spec("torchao") is None:
-        raise ConfigError(f"{key} needs torchao; expected null, or: pip install 'draftsmith[quantization]'")
+        raise ConfigError(f"{key} needs torchao; expected null, or: pip install '.[quantization]'")
     if kind == "float8" and not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)):
         raise ConfigError(f"{key} without a GPU that multiplies float8 (CUDA capability 8.9 or more); expected int8")
 

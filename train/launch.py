@@ -167,7 +167,7 @@ def precision(recipe: Recipe) -> str:
 def _require_tracker(tracker: str) -> None:
     """Raise ConfigError when the tracker's package is not installed."""
     if tracker != "none" and find_spec(tracker) is None:
-        raise ConfigError(f"tracker={tracker} is not installed; expected none, or: pip install 'draftsmith[{tracker}]'")
+        raise ConfigError(f"tracker={tracker} is not installed; expected none, or: pip install '.[{tracker}]'")
 
 
 def _require_compiler(recipe: Recipe) -> None:

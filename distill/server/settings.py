@@ -95,5 +95,5 @@ def require_client() -> None:
     """Raise ConfigError where the extra `serve` is not installed."""
     if find_spec("openai") is None:
         raise ConfigError(
-            "server: the package openai is not installed; expected it, from: pip install 'draftsmith[serve]'"
+            "server: the package openai is not installed; expected it, from: pip install '.[serve]'"
         )

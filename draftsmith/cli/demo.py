@@ -17,16 +17,24 @@ from draftsmith.decode.sequence import Round
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.detokenize import IncrementalText
 from draftsmith.distill.sources import Conversation
-from draftsmith.errors import ConfigError, one_line, reason_of
+from draftsmith.errors import ConfigError, reason_of
 from draftsmith.eval.baseline import fastest_threads, threads
 from draftsmith.eval.settings import PairSettings, Session, load_session, require_valid
 from draftsmith.metrics import acceptance_at, position_counts, tau
 from draftsmith.terminal import printable
 
 EXAMPLES = ("    def test_close(self):\n", "Once upon a time", "Why is speculative decoding lossless?")
-LONGEST_DRAFT, MOST_TOKENS = 16, 1024
-CHAIN, DEFAULT = "chain of that length", "the drafter's default"
-POLICIES = (CHAIN, DEFAULT, "adaptive", "best-first:size=8,depth=4", "tree:widths=2x1x1", "optimal-tree")
+MOST_TOKENS = 1024
+DEFAULT = "the drafter's default"
+POLICIES = (
+    DEFAULT,
+    "chain:draft_length=4",
+    "adaptive",
+    "best-first:size=8,depth=4",
+    "tree:widths=2x1x1",
+    "optimal-tree",
+)
+"""Policies to choose from; others may be typed."""
 EVERY = 0.05
 """Seconds between two updates of the page."""
 STYLE = """
@@ -138,14 +146,6 @@ class Demo:
                 self.costs = measure_costs(self.target, self.drafter)
         self._chat = Chat(self.tokenizer, settings.chat_template, settings.template_options)
 
-    def decoder(self, policy: str, draft_length: int) -> SpeculativeDecoder:
-        """Return the decoder for a choice on the page."""
-        if self.drafter.only_retrieves or policy == DEFAULT:
-            return SpeculativeDecoder(self.target, self.drafter, costs=self.costs)
-        if policy == CHAIN:
-            return SpeculativeDecoder(self.target, self.drafter, draft_length=draft_length, costs=self.costs)
-        return SpeculativeDecoder(self.target, self.drafter, policy=policy, costs=self.costs)
-
     def prompt(self, text: str, as_chat: bool) -> list[int]:
         """Return the tokens of a text, or of a user's message and the start of an answer."""
         message = Conversation("prompt", messages=[{"role": "user", "content": text}])
@@ -156,7 +156,6 @@ class Demo:
         text: str,
         temperature: float,
         policy: str,
-        draft_length: int,
         max_new_tokens: int,
         seed: int,
         as_chat: bool = False,
@@ -168,8 +167,11 @@ class Demo:
         """
         ids = self.prompt(text, as_chat)
         settings = {"temperature": temperature, "max_new_tokens": int(max_new_tokens), "seed": int(seed)}
-        decoders = SpeculativeDecoder(self.target), self.decoder(policy, int(draft_length))
-        texts = [steps(decoder, ids, self.cpu_threads, **settings) for decoder in decoders]
+        own = self.drafter.only_retrieves or policy == DEFAULT
+        drafting = SpeculativeDecoder(self.target, self.drafter, policy=None if own else policy, costs=self.costs)
+        texts = [
+            steps(decoder, ids, self.cpu_threads, **settings) for decoder in (SpeculativeDecoder(self.target), drafting)
+        ]
         lanes = [Lane(IncrementalText(self.tokenizer, ids), each) for each in texts]
         shown = time.monotonic()
         with closing(texts[0]), closing(texts[1]):
@@ -230,7 +232,7 @@ def gradio() -> Any:
     try:
         return import_module("gradio")
     except ImportError as error:
-        raise ConfigError("demo needs the package gradio; expected: pip install 'draftsmith[demo]'") from error
+        raise ConfigError("demo needs the package gradio; expected: pip install '.[demo]' in the clone") from error
 
 
 def make_page(demo: Demo) -> Any:
@@ -240,10 +242,8 @@ def make_page(demo: Demo) -> Any:
     def decode(*choices: Any) -> Iterator[tuple[str, str, str, str]]:
         try:
             yield from demo.decode(*choices)
-        except ConfigError as error:
-            raise gr.Error(one_line(str(error), 300)) from error
         except Exception as error:  # the page stays usable
-            raise gr.Error(one_line(reason_of(error), 300)) from error
+            raise gr.Error(reason_of(error)) from error
 
     with gr.Blocks(title="draftsmith", analytics_enabled=False) as page:
         gr.Markdown(
@@ -253,9 +253,7 @@ def make_page(demo: Demo) -> Any:
         prompt = gr.Textbox(EXAMPLES[0], label="Prompt", lines=3, elem_id="prompt")
         with gr.Row():
             temperature = gr.Slider(0, 2, 0, step=0.1, label="Temperature")
-            policy = gr.Dropdown(list(POLICIES), value=DEFAULT, label="Policy")
-            longest = demo.drafter.max_draft_length or LONGEST_DRAFT
-            length = gr.Slider(1, longest, min(4, longest), step=1, label="Draft length of a chain")
+            policy = gr.Dropdown(list(POLICIES), value=DEFAULT, label="Policy", allow_custom_value=True)
             count = gr.Slider(8, MOST_TOKENS, 128, step=8, label="Tokens")
             seed = gr.Number(0, label="Seed", precision=0, minimum=0)
             chats = bool(demo.tokenizer.chat_template)
@@ -269,7 +267,7 @@ def make_page(demo: Demo) -> Any:
         gr.Markdown("**Acceptance by draft position**, of the draft tokens whose predecessors were accepted")
         bars = gr.HTML(elem_id="acceptance")
         gr.Examples([[text] for text in EXAMPLES], prompt)
-        choices = [prompt, temperature, policy, length, count, seed, as_chat]
+        choices = [prompt, temperature, policy, count, seed, as_chat]
         running = start.click(decode, choices, [alone, drafted, bars, comparison], show_progress="hidden")
         stop.click(None, cancels=[running])
     return page

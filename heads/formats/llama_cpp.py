@@ -253,7 +253,7 @@ def gguf_package() -> Any:
     try:
         return import_module("gguf")
     except ImportError as error:
-        raise ConfigError("format=gguf needs the package gguf; expected: pip install 'draftsmith[gguf]'") from error
+        raise ConfigError("format=gguf needs the package gguf; expected: pip install '.[gguf]'") from error
 
 
 def _serving(source: Source[Any], kind: str, length: int, notes: list[str]) -> Serving:

@@ -9,7 +9,7 @@ from conftest import make_llama
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.cli.demo import CHAIN, DEFAULT, Demo, Lane, race, steps
+from draftsmith.cli.demo import DEFAULT, Demo, Lane, race, steps
 from draftsmith.distill.detokenize import IncrementalText
 from draftsmith.errors import ConfigError
 from draftsmith.eval.settings import PairSettings, Session
@@ -72,12 +72,12 @@ def test_a_reader_who_leaves_ends_the_thread_and_sees_errors() -> None:
     assert threading.active_count() == before
 
 
-@pytest.mark.parametrize("policy", [CHAIN, DEFAULT, "tree:widths=2x1x1"])
+@pytest.mark.parametrize("policy", [DEFAULT, "chain:draft_length=3", "tree:widths=2x1x1"])
 def test_what_the_page_shows(policy: str, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     target = target_model()
     pair = Session(target, tiny_tokenizer, {"<drafter>": DraftModel(target_model())}, [])
     demo = Demo(PairSettings("t", {"<drafter>": "d"}), pair)
-    *_, (alone, drafted, bars, comparison) = demo.decode("a<b>", 0.0, policy, 3, 24, 0)
+    *_, (alone, drafted, bars, comparison) = demo.decode("a<b>", 0.0, policy, 24, 0)
     for shown in (alone, drafted):
         assert "a&lt;b&gt;</span>" in shown, "prompts are text"
         assert shown.split("</div>")[0].endswith("– done")
@@ -89,5 +89,5 @@ def test_what_the_page_shows(policy: str, tiny_tokenizer: PreTrainedTokenizerFas
 
 def test_a_drafter_that_only_retrieves(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     pair = Session(target_model(), tiny_tokenizer, {"suffix": SuffixRetrieval()}, [])
-    *_, (_, _, _, comparison) = Demo(PairSettings("t", {"suffix": "suffix"}), pair).decode("ab", 1.0, CHAIN, 3, 24, 0)
+    *_, (_, _, _, comparison) = Demo(PairSettings("t", {"suffix": "suffix"}), pair).decode("ab", 1.0, DEFAULT, 24, 0)
     assert "sampled texts differ" in comparison
