@@ -5,7 +5,6 @@ An answer is a function of prompt and seed, so that a test knows it in advance.
 
 import hashlib
 import json
-import socket
 import threading
 import time
 from collections import Counter
@@ -216,17 +215,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _busy(self, _: Any) -> None:
         self._json({"error": "busy"}, 429)
 
-    def _busy_until(self, _: Any) -> None:
-        self._json({"error": "busy"}, 429, Retry_After="0.01")
-
     def _down(self, _: Any) -> None:
         self._json({"error": "down"}, 503, Retry_After="Wed, 21 Oct 2026 07:28:00 GMT")
 
     def _broken(self, _: Any) -> None:
         self._json({"error": f"no, whatever {self.headers.get('Authorization')} says"}, 500)
-
-    def _late(self, _: Any) -> None:
-        self._json({}, 408)
 
     def _page(self, _: Any) -> None:
         self._send(b"<html>gateway</html>", 200, "text/html")
@@ -247,35 +240,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         self.connection.close()
 
-    def _half_closed(self, _: Any) -> None:
-        """Nothing more is sent, but the connection stays open for a while."""
-        self.connection.shutdown(socket.SHUT_WR)
-        time.sleep(0.02)
-        self.close_connection = True
-
     def _slow(self, reply: Any) -> None:
         time.sleep(SLOW)
         self._json(reply)
 
-    def _drip(self, reply: Any) -> None:
-        """A byte now and then, so that no single read takes long; all of them together do."""
-        content = json.dumps(reply).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        for byte in content:
-            self.wfile.write(bytes([byte]))
-            self.wfile.flush()
-            time.sleep(SLOW / len(content))
-
     def _empty(self, _: Any) -> None:
         self._json({})
-
-    def _no_choice(self, reply: Any) -> None:
-        self._json({**reply, "choices": []})
-
-    def _error(self, _: Any) -> None:
-        self._json({"object": "error", "message": "internal", "code": 500})
 
     def _aborted(self, reply: Any) -> None:
         reply["choices"][0]["finish_reason"] = "abort"
@@ -314,8 +284,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 FLEETING = (
-    *("busy", "busy_until", "down", "broken", "late", "page", "half_json", "truncated", "dropped", "half_closed"),
-    *("slow", "drip", "empty", "no_choice", "error", "aborted", "no_text", "bad_ids"),
+    *("busy", "down", "broken", "page", "half_json", "truncated", "dropped"),
+    *("slow", "empty", "aborted", "no_text", "bad_ids"),
 )
 """Faults after which the same request is sent again."""
 LASTING = ("refused", "other_text", "other_prompt", "beyond", "too_long")

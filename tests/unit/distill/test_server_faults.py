@@ -81,7 +81,7 @@ def some_fail(kind: str, seed: int) -> Fault:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", FLEETING)
 def test_faults_that_pass_lose_nothing(kind: str, seed: int, tmp_path: Path) -> None:
-    slow, asked = kind in ("slow", "drip"), questions(seed)
+    slow, asked = kind == "slow", questions(seed)
     fails, failed = some_fail(kind, seed), list[str]()
 
     def fault(number: int, body: dict[str, Any]) -> str | None:
