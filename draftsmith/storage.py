@@ -210,4 +210,7 @@ def _locked(key: str, place: Path, file: Path, *, wait: bool) -> Iterator[None]:
     try:
         yield
     finally:
+        if lock.lock_counter == 1:
+            with suppress(OSError):
+                file.unlink()  # still locked: a waiting process notices, and creates a new file
         lock.release()
