@@ -105,53 +105,29 @@ def test_the_drafter_of_the_page_learns_and_decodes(extending: SimpleNamespace, 
     _require_forecast(tiny_target, again)
 
 
-def test_the_drafter_of_the_page_takes_two_files(tmp_path: Path) -> None:
-    """Add the page's drafter and its entry to a copy of the package, and use it in a recipe."""
-    shutil.copytree(ROOT / "draftsmith", tmp_path / "draftsmith")
-    drafter, entry = _python_blocks()[:2]
-    (tmp_path / "draftsmith" / "heads" / "bigram.py").write_text(drafter, encoding="utf-8")
-    configs = tmp_path / "draftsmith" / "heads" / "configs.py"
-    before, union, after = configs.read_text(encoding="utf-8").partition("if TYPE_CHECKING:\n")
-    entry = re.sub(r"^(from|import) .*\n", "", entry, flags=re.MULTILINE)
-    configs.write_text(before + entry + "\n" + union + after, encoding="utf-8")
-    (tmp_path / "use.py").write_text(TWO_FILES, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    ran = subprocess.run([sys.executable, "use.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-
-
-TWO_FILES = """
-from pathlib import Path
-
-import draftsmith
-from draftsmith.heads import HEADS, Bigram
-from draftsmith.heads.configs import DRAFTERS
-from draftsmith.heads.formats.published import LAYOUTS
-from draftsmith.train.recipe import Recipe, parse_recipe
-from draftsmith.train.schedules import SCHEDULES
-
-assert Path(draftsmith.__file__).parents[1] == Path.cwd(), "the copy is imported"
-recipe = parse_recipe({"name": "x", "output": "y", "drafter": {"type": "bigram", "rank": 8}}, "here")
-assert recipe.drafter_options() == {"rank": 8}
-assert HEADS["bigram"] is Bigram
-assert "bigram" in LAYOUTS["transformers"]
-"""
-
-
 IN_FILES = {"LOSSES": "distill/losses", "SCHEDULES": "train/schedules", "OPTIMIZERS": "train/optimizers"}
 IN_FILES |= {"METRICS": "train/evaluation"}
 """Tables and the files in which they are."""
 
 
-def test_a_loss_a_schedule_an_optimizer_and_a_metric_are_one_file_each(recipe_file: Path, tmp_path: Path) -> None:
-    """Append each block of the page to its file in a copy of the package, and train with all of them."""
-    shutil.copytree(ROOT / "draftsmith", tmp_path / "copy" / "draftsmith")
+def test_additions_take_the_files_that_the_page_names(recipe_file: Path, tmp_path: Path) -> None:
+    """Write each block of the page to its file in a copy of the package, and train with all of them.
+
+    A drafter takes two files, a loss, a schedule, an optimizer and a metric one each.
+    """
+    heads = shutil.copytree(ROOT / "draftsmith", tmp_path / "copy" / "draftsmith") / "heads"
+    drafter, entry = _python_blocks()[:2]
+    (heads / "bigram.py").write_text(drafter, encoding="utf-8")
+    before, union, after = (heads / "configs.py").read_text(encoding="utf-8").partition("if TYPE_CHECKING:\n")
+    entry = re.sub(r"^(from|import) .*\n", "", entry, flags=re.MULTILINE)
+    (heads / "configs.py").write_text(before + entry + "\n" + union + after, encoding="utf-8")
     for table, name in IN_FILES.items():
         (block,) = (block for block in _python_blocks() if f"\n{table}[" in block)
         file = tmp_path / "copy" / "draftsmith" / f"{name}.py"
         own = re.sub(r"^from draftsmith.* import .*\n", "", block, flags=re.MULTILINE)
         file.write_text(f"{file.read_text(encoding='utf-8')}\n\n{own}", encoding="utf-8")
-    chosen = ["objective.kind=hellinger", "train.schedule=inverse_sqrt", "train.optimizer=sgd"]
+    chosen = ["drafter={type: bigram, rank: 8}", "objective.kind=hellinger", "train.schedule=inverse_sqrt"]
+    chosen += ["train.optimizer=sgd"]
     command = [sys.executable, "-m", "draftsmith.train", str(recipe_file), *chosen]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "copy")}
     ran = subprocess.run(command, cwd=tmp_path / "copy", env=environment, capture_output=True, text=True)

@@ -1,11 +1,14 @@
 """The notebook docs/guide/tutorial.ipynb runs, and its stored outputs are those of its cells."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from draftsmith.train.recipe import load_recipe
 
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "guide" / "tutorial.ipynb"
 CELLS = [cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
@@ -15,6 +18,17 @@ def test_every_cell_that_prints_has_its_output() -> None:
     for number, cell in enumerate(CELLS, 1):
         assert cell["execution_count"] == number, "a run from the first cell to the last"
         assert [output["name"] for output in cell["outputs"]] == ["stdout"]
+
+
+def test_the_stored_outputs_are_of_the_recipe() -> None:
+    (cell,) = (cell for cell in CELLS if "load_recipe(" in "".join(cell["source"]))
+    name, overrides = re.search(r'load_recipe\("(.+?)", (\[.+?\])\)', "".join(cell["source"])).groups()
+    recipe, printed = load_recipe(name, json.loads(overrides)), "".join(cell["outputs"][0]["text"])
+    assert f"data: {recipe.data.count:,} samples" in printed
+    assert f"{recipe.train.batch_size} sequences a step" in printed
+    every, last = recipe.train.evaluate_every, recipe.train.steps
+    steps = [int(step) for step in re.findall(r"^ +step (\d+): alpha", printed, re.MULTILINE)]
+    assert steps == [*range(0, last, every), last]
 
 
 @pytest.mark.slow
