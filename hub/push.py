@@ -314,26 +314,21 @@ def prepare(destination: Destination) -> None:
         api.preupload_lfs_files(destination.repo, additions=[probe], revision=branch)
 
 
-def upload(
-    folder: Path, destination: Destination, message: str, *, stale: tuple[str, ...] = (), progress: bool = True
-) -> str:
+def upload(folder: Path, destination: Destination, message: str, *, progress: bool = True) -> str:
     """Upload an assembled folder as one commit, after `prepare`; return the commit's id.
-
-    Args:
-        stale: patterns of files to delete from the repository if the folder has no such file.
 
     Raises:
         ConfigError: for a refused token, or a card that the Hub does not accept.
         PushError: if the upload was interrupted; the same call continues.
     """
     with explained(destination.repo), _bars(progress):
-        # Other files may be the user's and are not deleted.
+        # Other files than those that belong to the last push may be the user's.
         done = HfApi().upload_folder(
             repo_id=destination.repo,
             folder_path=folder,
             revision=destination.revision,
             commit_message=message,
-            delete_patterns=list(stale) or None,
+            delete_patterns=list(STALE),
         )
     return done.oid
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.hub.model_card import check_licence, check_repo
-from draftsmith.hub.push import STALE, Destination, Publication, PushError, assemble, prepare, upload
+from draftsmith.hub.push import Destination, Publication, PushError, assemble, prepare, upload
 from draftsmith.reading import read_json
 from draftsmith.storage import clear_leftovers, write_json
 from draftsmith.train.progress import Console
@@ -108,7 +108,7 @@ class Publisher:
         """Upload the copy, record the push and delete the copy; failures go to `_problem`."""
         message = f"{self._recipe.name}: {'finished, ' if final else ''}best at step {best_step}"
         try:
-            commit = upload(copy, _destination(self._publish), message, stale=STALE, progress=False)
+            commit = upload(copy, _destination(self._publish), message, progress=False)
             write_json(self._folder / PUBLISHED, self._entry(best_step, final) | {"commit": commit})
         except (DraftsmithError, OSError) as error:
             self._problem = DraftsmithError(str(error))

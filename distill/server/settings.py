@@ -94,6 +94,4 @@ def server_key() -> str | None:
 def require_client() -> None:
     """Raise ConfigError where the extra `serve` is not installed."""
     if find_spec("openai") is None:
-        raise ConfigError(
-            "server: the package openai is not installed; expected it, from: pip install '.[serve]'"
-        )
+        raise ConfigError("server: the package openai is not installed; expected it, from: pip install '.[serve]'")

@@ -95,7 +95,6 @@ def push(
 ) -> None:
     """Publish a drafter on the Hub, with a model card from its run and its evaluation."""
     from draftsmith.hub.push import (
-        STALE,
         Destination,
         Publication,
         assemble,
@@ -140,7 +139,7 @@ def push(
             raise DraftsmithError(
                 f"push={repo}: {folder} cannot be written ({error}); nothing was published"
             ) from error
-        commit = upload(folder, destination, message or f"{publication.title}, by draftsmith", stale=STALE)
+        commit = upload(folder, destination, message or f"{publication.title}, by draftsmith")
     typer.echo(f"{destination.page} at {commit[:12]}")
     if target := publication.target:
         suggest("draftsmith", "demo", "--target", target, "--drafter", f"{repo}@{revision}" if revision else repo)

@@ -14,7 +14,7 @@ from draftsmith.cli import main
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.checkpoint import describe_target, save_drafter
-from draftsmith.hub.export import export_drafter, stored_dtype
+from draftsmith.hub.export import stored_dtype
 
 STAGE = "  stage: comparing the drafter with the target\n"
 
@@ -80,7 +80,6 @@ def test_the_dtype_is_that_of_the_checkpoint_or_as_asked(
     assert run(capsys, *common, str(tmp_path / "half"), "--dtype", "bfloat16")[0] == 0
     assert [stored_dtype(tmp_path / name) for name in ("as-is", "half")] == ["float32", "bfloat16"]
     assert "--dtype bfloat16" in (tmp_path / "half" / "README.md").read_text()
-    # What is stored in half precision stays so.
     half = str(tmp_path / "half")
     code, _, err = run(capsys, "import", half, "--target", target, "--gamma", "6", "--out", str(tmp_path / "own"))
     assert code == 0
@@ -129,16 +128,6 @@ def test_an_imported_draft_model_keeps_its_padding(
     assert back.shared_vocabulary == plain.shared_vocabulary == len(tiny_tokenizer)
     with pytest.raises(ConfigError, match="has a vocabulary of 64; expected the target's 72"):
         load_drafter(tmp_path / "[back]", target)
-
-
-def test_an_export_leaves_the_drafter_as_it_is(pair: tuple[LlamaForCausalLM, str, str], tmp_path: Path) -> None:
-    target, _, folder = pair
-    drafter = load_drafter(folder, target)
-    before = {name: value.clone() for name, value in drafter.state_dict().items()}
-    for format in ("transformers", "vllm"):
-        export_drafter(drafter, target, format, tmp_path / format, target_name="x", dtype="bfloat16")
-    assert all(torch.equal(value, before[name]) for name, value in drafter.state_dict().items())
-    assert stored_dtype(tmp_path / "transformers") == "bfloat16"
 
 
 def test_mistakes_are_told_in_one_line_before_any_work(

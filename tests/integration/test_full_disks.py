@@ -15,7 +15,6 @@ from draftsmith import cli
 from draftsmith.distill import dataset as examples
 from draftsmith.distill import regeneration as samples
 from draftsmith.eval import evaluation as measure
-from draftsmith.eval.forecast import profile
 from draftsmith.eval.forecast import run as forecast
 from draftsmith.eval.journal import Journal
 from draftsmith.train import trainer as loop
@@ -107,18 +106,6 @@ def test_a_measurement_continues_where_the_disk_was_full(
     assert len(added) == everything, "nothing is measured again"
     assert len(added) - 1 == len(set(added)) == 12, "the cell in hand alone was lost"
     assert json.loads((tmp_path / "out" / "eval.json").read_text())["rows"]
-
-
-def test_a_forecast_outlives_a_profile_that_cannot_be_kept(
-    asked: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(profile, "write_json", refuse_to_write)
-    file = tmp_path / "profile.json"
-    assert run([*asked["forecast"], "--save-profile", str(file)]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == (
-        f"DraftsmithError: {file} cannot be written (No space left on device); the results are in forecast.json"
-    )
-    assert json.loads((tmp_path / "out" / "forecast.json").read_text())["hardware"]["0"]["alone"]
 
 
 def test_a_forecast_that_cannot_be_kept_is_shown(

@@ -92,18 +92,6 @@ def test_every_new_best(
     resumed._thread.join()
 
 
-def test_a_card_that_cannot_be_written_ends_no_run(
-    hub: Hub, recipe_file: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("two\nlines")
-
-    monkeypatch.setattr(publishing, "assemble", fail)
-    recipe = load_recipe(str(recipe_file), [f"publish.repo={REPO}", "publish.when=best"])
-    publishing.Publisher(recipe, recipe.publish, loop.Console(True)).keep_up(6)
-    assert "warning: the best drafter, of step 6, was not published (two lines)" in capfd.readouterr().err
-
-
 def test_refused_before_any_work(hub: Hub, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = "hf_" + "NotTheRightOne" * 2
     for token, given, message in (

@@ -1,7 +1,6 @@
 """Commands keep a text's first space where the target's tokenizer strips it."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -59,28 +58,3 @@ def test_regenerate_keeps_the_space_before_a_response(
     _main("data", "preview", out, "--target", folder)
     shown = capsys.readouterr().out
     assert f"{prompt}⟦{row['response'].rstrip()}" in shown
-
-
-CONTROLS = bytes([0x1B, 0x07, 0x08, 0x0D, 0x7F, 0x00, 0x01, 0x02])
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_generated_text_does_nothing_to_a_terminal(
-    folder: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, terminal: bool
-) -> None:
-    """Sampled from nearly uniform distributions: of 100 tokens about 12 are control characters."""
-    make_piece_tokenizer(metaspace=False, fallback=CONTROLS).save_pretrained(folder)
-    if terminal:
-        monkeypatch.setenv("FORCE_COLOR", "1")
-    plan = ["--temperature", 50, "--max-new-tokens", 100, "--target", folder]
-    _main("generate", "a\x1b]0;owned\x07", *plan)
-    out = capsys.readouterr().out
-    left = re.sub(r"\x1b\[[\d;]*m", "", out)
-    assert bool(re.search(r"[\x00-\x09\x0b-\x1f\x7f]", left)) == (not terminal), "a file gets the text itself"
-    assert (r"\x1b]0;owned" in left) == terminal
-
-
-def test_errors_do_nothing_to_a_terminal(capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit):
-        main(["generate", "a", "--target", "embedded", "--policy", "x\x1b]0;owned\x07"])
-    assert "\x1b" not in capsys.readouterr().err

@@ -56,18 +56,7 @@ def test_loads_with_transformers_and_records_its_build(built):
     assert model.config.vocab_size == len(tokenizer) == 320
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         assert getattr(model.config, name) == getattr(tokenizer, name) == getattr(model.generation_config, name)
-    info = json.loads((built / "build.json").read_text())
-    assert 0 < info["heldout_loss"] < 8
-    assert info["precision"] in ("bf16 autocast", "fp32")
-
-
-def test_same_seed_same_weights(built, tmp_path):
-    torch.manual_seed(123)  # the caller's random state must neither matter nor change
-    state = torch.get_rng_state()
-    build(tmp_path / "again", MINIATURE, progress=False)
-    for name in ("model.safetensors", "tokenizer.json", "config.json"):
-        assert (tmp_path / "again" / name).read_bytes() == (built / name).read_bytes(), name
-    assert torch.equal(torch.get_rng_state(), state)
+    assert 0 < json.loads((built / "build.json").read_text())["heldout_loss"] < 8
 
 
 def test_shipped_weights_are_those_of_the_recipe():
