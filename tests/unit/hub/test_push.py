@@ -311,7 +311,7 @@ def test_a_measurement_of_another_drafter_is_not_taken_for_this_ones(
     next(iter(head.parameters())).data += 1
     save_file(head.state_dict(), run / "medusa" / "model.safetensors")
     assert push(*given) == 2
-    assert f"d had other weights than {run}/medusa; expected it measured again" in capsys.readouterr().err
+    assert f"d had other weights than {run}/medusa has; expected it measured again" in capsys.readouterr().err
 
 
 def test_a_measurement_of_a_server_is_refused(hub: Hub, run: Path, capsys: pytest.CaptureFixture) -> None:
