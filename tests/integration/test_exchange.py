@@ -39,7 +39,7 @@ def pair(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> tuple[Llama
     return target, str(tmp_path / "target"), str(tmp_path / "drafter")
 
 
-@pytest.mark.parametrize("format", ["vllm", "sglang", "eagle"])
+@pytest.mark.parametrize("format", ["vllm", "sglang"])
 def test_there_and_back(
     format: str, pair: tuple[LlamaForCausalLM, str, str], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -55,8 +55,7 @@ def test_there_and_back(
     assert str(out) in before + last
     port = 8000 if format == "vllm" else 30000
     served = f"eval server http://localhost:{port} --target {target_folder} --model {target_folder}"
-    loaded = f"eval --target {target_folder} --drafter {out}"
-    assert following == f"next: draftsmith {loaded if format == 'eagle' else served}"
+    assert following == f"next: draftsmith {served}"
     code, said, err = run(capsys, "import", str(out), "--target", target_folder, "--out", str(back))
     assert code == 0
     assert err.startswith(STAGE), "and lines that say how long is left"
@@ -65,7 +64,7 @@ def test_there_and_back(
     assert all(torch.equal(value, load_file(back / "model.safetensors")[name])
                for name, value in load_file(Path(drafter) / "model.safetensors").items())  # fmt: skip
     section = json.loads((back / "config.json").read_text())["draftsmith"]
-    # The other two layouts have no place for a draft length.
+    # The other layout has no place for a draft length.
     assert (section["draft_length"], section["recipe"]) == (4 if format == "vllm" else 3, None)
     assert section["target"]["name"] == target_folder
     assert load_drafter(back, target).draft_length_hint == section["draft_length"]
@@ -140,11 +139,7 @@ def test_mistakes_are_told_in_one_line_before_any_work(
     export = ["export", drafter, "--target", target, "--out", str(tmp_path / "new")]
     wrong = {
         "format='onnx'; expected one of": [*export, "--format", "onnx"],
-        "format='medusa'; expected vllm, sglang, gguf, eagle, transformers": [
-            *export,
-            "--format",
-            "medusa",
-        ],
+        "format='native'; expected vllm, sglang, gguf, transformers": [*export, "--format", "native"],
         "dtype='int8'; expected one of": [*export, "--format", "vllm", "--dtype", "int8"],
         "exists already; expected a new": [*export[:-1], str(tmp_path / "full"), "--format", "vllm"],
         "/file/new cannot be made in": [*export[:-1], str(tmp_path / "full" / "file" / "new"), "--format", "vllm"],
@@ -165,7 +160,7 @@ def test_mistakes_are_told_in_one_line_before_any_work(
 def test_an_imported_draft_length_stays_within_reach(
     tmp_path: Path, capsys: pytest.CaptureFixture, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """Medusa heads in the original layout: no draft length, and no more tokens than heads."""
+    """Medusa heads: no more tokens than heads."""
     target = make_llama().requires_grad_(False)
     target.save_pretrained(tmp_path / "target")
     tiny_tokenizer.save_pretrained(tmp_path / "target")
@@ -173,7 +168,7 @@ def test_an_imported_draft_length_stays_within_reach(
     made_for = describe_target(target, tiny_tokenizer, "target")
     save_drafter(drafter, tmp_path / "drafter", target=made_for, recipe=None, draft_length=2)
     common = ["--target", str(tmp_path / "target"), "--out"]
-    arguments = [str(tmp_path / "drafter"), "--format", "medusa", *common, str(tmp_path / "out")]
+    arguments = [str(tmp_path / "drafter"), "--format", "vllm", *common, str(tmp_path / "out")]
     assert run(capsys, "export", *arguments)[0] == 0
     published = ["import", str(tmp_path / "out"), *common, str(tmp_path / "back")]
     code, _, err = run(capsys, *published, "--gamma", "3")
