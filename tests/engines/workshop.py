@@ -19,7 +19,7 @@ from draftsmith import SpeculativeDecoder
 from draftsmith.cli import main
 from draftsmith.distill.embedded import embedded_target
 from draftsmith.distill.load_target import LoadedTarget, load_target
-from draftsmith.hub.export import Exported, ExportRequest, export_to
+from draftsmith.hub.export import Exported, export_to
 
 DRAFTERS: dict[str, dict[str, Any]] = {
     "draft_model": {"type": "draft_model", "num_hidden_layers": 2, "init": "target_layers"},
@@ -62,7 +62,7 @@ class Pair:
 
     def _exported(self, drafter: str, format: str, dtype: str | None, target: str) -> Exported:
         out = self.place / f"export-{len(list(self.place.glob('export-*')))}"
-        return export_to(ExportRequest(drafter, target, format, out, dtype))
+        return export_to(drafter, target, format, out, dtype=dtype)
 
     @cached_property
     def length(self) -> int:
@@ -119,8 +119,7 @@ class Workshop:
         """The embedded target as a GGUF file."""
         pytest.importorskip("gguf")
         folder = str(embedded_target())
-        request = ExportRequest(folder, folder, "gguf", self.place / "target", "float16")
-        return export_to(request).folder / "drafter.gguf"
+        return export_to(folder, folder, "gguf", self.place / "target", dtype="float16").folder / "drafter.gguf"
 
     def _trained(self, name: str) -> Pair:
         output = self.place / name

@@ -30,7 +30,7 @@ from draftsmith import ConfigError, load_drafter
 from draftsmith.heads.base import TeacherSignals, TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.heads.layers import rotary
-from draftsmith.hub.export import ImportRequest, export_drafter, import_from
+from draftsmith.hub.export import export_drafter, import_from
 from draftsmith.train.estimate.memory import estimate_memory
 from draftsmith.train.recipe import parse_recipe
 
@@ -243,8 +243,7 @@ def test_only_files_with_the_module_are_written(tmp_path: Path) -> None:
 def test_import_saves_the_targets_own_module(tmp_path: Path, tiny_tokenizer: Any) -> None:
     target, module = make_target("DeepSeek's names", tmp_path / "t")
     tiny_tokenizer.save_pretrained(tmp_path / "t")
-    request = ImportRequest("native-mtp", str(tmp_path / "t"), tmp_path / "ours")
-    assert import_from(request).drafter.type == "mtp"
+    assert import_from("native-mtp", str(tmp_path / "t"), tmp_path / "ours")[0].type == "mtp"
     again = load_drafter(tmp_path / "ours", target)
     assert torch.equal(again.body.layers[0].mlp.up_proj.weight, module["layers.0.mlp.up_proj.weight"])
     own = {"model.layers.4.embed_tokens.weight": target.get_input_embeddings().weight.clone()}
