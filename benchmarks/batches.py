@@ -34,8 +34,7 @@ from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.heads import DraftModel
 from draftsmith.provenance import environment
-from draftsmith.train.batch import collate
-from draftsmith.train.step import AgreementStep, Last
+from draftsmith.train.step import AgreementStep, Last, collate
 
 TOP_P, PENALTY = 0.9, 1.2
 PROCESSED = ("plain", "top-p", "penalty")

@@ -39,10 +39,10 @@ from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.names import EMBEDDED
 from draftsmith.train import trainer as loop
 from draftsmith.train.data import chat_of, heldout_prompts
+from draftsmith.train.evaluation import evaluate_drafter
 from draftsmith.train.launch import make_accelerator
 from draftsmith.train.progress import MemoryMeter
 from draftsmith.train.recipe import Recipe, load_recipe
-from draftsmith.train.recorder import evaluate_drafter
 from draftsmith.train.run_folder import claim_output
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -267,7 +267,7 @@ def measure_tau(options: argparse.Namespace, teacher: str, folder: Path) -> dict
         for drafter in (run.drafter, theirs):
             evaluation = evaluate_drafter(run.target.model, drafter, prompts, at, run.draft_length)
             assert evaluation is not None, "nothing stops it"
-            counts.append(np.array([evaluation.metrics["tokens"], evaluation.metrics["rounds"]], dtype=float))
+            counts.append(np.array([evaluation["tokens"], evaluation["rounds"]], dtype=float))
         drawn_SP = np.random.default_rng(0).multinomial(
             len(prompts), np.full(len(prompts), 1 / len(prompts)), size=2000
         )

@@ -5,7 +5,7 @@
 
 The shapes are those of tests/recipes/architectures.yaml. Memory is the output of `draftsmith memory`, under bf16
 autocast on one process, or on as many as a recipe divides its target or texts among. Time is operations at 40 % and
-bytes at 50 % of the machine's peak, see train/estimate/time.py; Python and kernel launches come on top, most of all in
+bytes at 50 % of the machine's peak, see train/time_estimate.py; Python and kernel launches come on top, most of all in
 sampling.
 """
 
@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
-from draftsmith.train.estimate.memory import estimate_memory
-from draftsmith.train.estimate.time import MACHINES, estimate_work
+from draftsmith.train.memory_estimate import estimate_memory
 from draftsmith.train.recipe import Recipe, load_recipe, shipped_recipes
+from draftsmith.train.time_estimate import MACHINES, estimate_work
 
 ROOT = Path(__file__).parents[1]
 SIZES = (8, 16, 24, 48, 80, 141)

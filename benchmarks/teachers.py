@@ -22,12 +22,11 @@ from draftsmith.distill.load_target import load_target
 from draftsmith.distill.losses import forward_kl
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
-from draftsmith.train.batch import batch_indices, collate
 from draftsmith.train.bootstrap import load_parts, make_step
 from draftsmith.train.launch import RunContext
 from draftsmith.train.progress import Console as TrainConsole
 from draftsmith.train.recipe import load_recipe
-from draftsmith.train.step import AgreementStep, Last
+from draftsmith.train.step import AgreementStep, Last, batch_indices, collate
 from draftsmith.train.target_placement import Placement
 
 
@@ -54,7 +53,7 @@ def measure(family: str, options: argparse.Namespace, table: Table) -> None:
         teachers[f"cached, {dtype}"], stored[f"cached, {dtype}"] = CachedTeacher(online, cache), cache.bytes_a_token()
     objective = Objective(**recipe.objective_options(parts.draft_length))
     steps = {name: AgreementStep(drafter, objective, teacher) for name, teacher in teachers.items()}
-    made = make_step(recipe, target.model, drafter, online).optimizers
+    _, made, _ = make_step(recipe, target.model, drafter, online)
     seconds: dict[str, list[float]] = {name: [] for name in teachers}
     names = list(teachers)
     for step in range(options.steps + 1):

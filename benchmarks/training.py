@@ -35,12 +35,12 @@ from draftsmith.distill.load_target import load_target
 from draftsmith.heads import HEADS, TrainableDrafter
 from draftsmith.heads.base import FINAL, TeacherSignals
 from draftsmith.train import trainer as loop
-from draftsmith.train.batch import Batch, collate
-from draftsmith.train.estimate.fake_run import Operations
+from draftsmith.train.fake_run import Operations
 from draftsmith.train.launch import autocast, make_accelerator
 from draftsmith.train.progress import PARTS, MemoryMeter
 from draftsmith.train.recipe import Recipe, load_recipe
 from draftsmith.train.run_folder import claim_output
+from draftsmith.train.step import Batch, collate
 
 ROWS = 64
 

@@ -30,7 +30,7 @@ from draftsmith.heads.model_config import SPECIAL_ATTENTION, Implementation, Que
 NAME = "draftsmith_flat_rows"
 """Name of `attend` among the attention implementations of transformers."""
 MULTIPLE = 64
-"""Flat rows are filled up to a multiple of this length, so that few lengths occur; see `train.batch.MULTIPLE`."""
+"""Flat rows are filled up to a multiple of this length, so that few lengths occur; see `train.step.MULTIPLE`."""
 _TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types of transformers; others are recurrent, or an indexer chooses what a token sees."""
 

@@ -26,7 +26,7 @@ from draftsmith.heads.hidden_states import positions_like
 
 MULTIPLE, SHARE = 16, 32
 """Flat rows are padded to a multiple of `MULTIPLE` that is at most a `SHARE`th of them, so that few lengths occur: see
-train/batch.py."""
+train/step.py."""
 
 
 @dataclass(frozen=True)

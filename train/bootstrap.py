@@ -6,7 +6,7 @@ Training, `draftsmith data prepare` and the memory estimate build these parts he
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -31,14 +31,13 @@ from draftsmith.heads.lm_head import checked_size, logits_map
 from draftsmith.heads.lora import check_lora
 from draftsmith.heads.model_config import start_token
 from draftsmith.storage import hold_cache
-from draftsmith.train.batch import collate
 from draftsmith.train.data import TrainingData, frequent_tokens, logit_count, prepare_data
-from draftsmith.train.engine import Engine, TorchEngine
+from draftsmith.train.engine import Engine
 from draftsmith.train.launch import RunContext, autocast, precision
 from draftsmith.train.optimizers import OPTIMIZERS, Optimizers, Sizes, Trained, adapters_optimizer
 from draftsmith.train.progress import in_units
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.step import AgreementStep, CotrainStep, Teacher
+from draftsmith.train.step import AgreementStep, CotrainStep, Teacher, collate
 
 if TYPE_CHECKING:
     from draftsmith.heads.read_positions import SequencePart
@@ -310,14 +309,6 @@ def make_teacher(context: RunContext, target: PreTrainedModel, drafter: Drafter,
     return CachedTeacher(online, cache)
 
 
-class TrainedStep(NamedTuple):
-    """The module that is trained, its optimizers, and the adapters on the target where the recipe trains them."""
-
-    module: AgreementStep
-    optimizers: Optimizers
-    adapters: Adapters | None
-
-
 def make_step(
     recipe: Recipe,
     target: PreTrainedModel,
@@ -327,8 +318,8 @@ def make_step(
     sizes: Sizes | None = None,
     part: "SequencePart | None" = None,
     clock: PartClock | None = None,
-) -> TrainedStep:
-    """Build the step module and its optimizers, with adapters on the target where the recipe trains them too.
+) -> tuple[AgreementStep, Optimizers, Adapters | None]:
+    """Return the step module, its optimizers, and the adapters on the target where the recipe trains them too.
 
     Args:
         sizes: see `Trained`.
@@ -347,14 +338,14 @@ def make_step(
     )
     optimizers = OPTIMIZERS[settings.optimizer](trained)
     if cotrain is None:
-        return TrainedStep(AgreementStep(drafter, objective, teacher, part=part, clock=clock), optimizers, None)
+        return AgreementStep(drafter, objective, teacher, part=part, clock=clock), optimizers, None
     torch.manual_seed(settings.seed)
     adapters = Adapters.on(target, rank=cotrain.lora_rank, modules=cotrain.modules)
     if settings.activation_checkpointing:
         recompute_activations(layers_of(target))
     assert isinstance(teacher, OnlineTeacher), "the recipe refuses other teachers with cotrain"
     step = CotrainStep(drafter, objective, teacher, adapters, cotrain, clock=clock)
-    return TrainedStep(step, [*optimizers, adapters_optimizer(step.adapters, cotrain.learning_rate_ratio)], adapters)
+    return step, [*optimizers, adapters_optimizer(step.adapters, cotrain.learning_rate_ratio)], adapters
 
 
 def compile_drafter(drafter: TrainableDrafter) -> None:
@@ -378,4 +369,4 @@ def make_engine(recipe: Recipe, accelerator: Accelerator, step: nn.Module, optim
         from draftsmith.train.deepspeed import ZeroEngine  # DeepSpeed is an extra
 
         return ZeroEngine(accelerator, step, optimizers)
-    return TorchEngine(accelerator, step, optimizers, recipe.train.clip_norm)
+    return Engine(accelerator, step, optimizers, recipe.train.clip_norm)

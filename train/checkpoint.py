@@ -76,25 +76,8 @@ def save_state(folder: Path, progress: Progress, recipe: dict[str, Any], state: 
     for old in _newest_first(folder):
         if _step(old) > progress.step:  # damaged: the run was resumed from an earlier one
             shutil.rmtree(old)
-    prune(folder, progress.step, keep)
-
-
-def prune(folder: Path, step: int, keep: int) -> None:
-    """Delete all but the `keep` newest of the checkpoints up to `step`, whose own checkpoint is known to be intact."""
-    for old in [old for old in _newest_first(folder) if _step(old) <= step][keep:]:
+    for old in _newest_first(folder)[keep:]:
         shutil.rmtree(old)
-
-
-def stored_recipes(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the recipe of each checkpoint in `folder` by its path, without those that cannot be read."""
-    recipes: dict[str, dict[str, Any]] = {}
-    for checkpoint in _newest_first(folder):
-        try:
-            recipe = read_state(checkpoint)["recipe"]
-        except (OSError, ValueError, TypeError, KeyError):
-            continue
-        recipes[str(checkpoint)] = recipe
-    return recipes
 
 
 def trained(drafter: nn.Module) -> dict[str, nn.Parameter]:

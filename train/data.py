@@ -1,10 +1,10 @@
 """The data of a run: training rows and held-out prompts."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from datasets import Dataset, concatenate_datasets
@@ -31,10 +31,10 @@ from draftsmith.heads.lm_head import most_frequent, weight_of
 from draftsmith.heads.model_config import context_limit, eos_tokens
 from draftsmith.names import EMBEDDED
 from draftsmith.provenance import fingerprint, fingerprint_of_numbers
-from draftsmith.train.batch import ReadImages
 from draftsmith.train.launch import RunContext
 from draftsmith.train.progress import Console
 from draftsmith.train.recipe import Recipe
+from draftsmith.train.step import ReadImages
 
 if TYPE_CHECKING:
     from draftsmith.distill.state_files import StateFiles
@@ -63,29 +63,6 @@ class TrainingData:
     def trained(self) -> int:
         """The number of rows that are trained on: the first ones."""
         return len(self.rows) - self.validation
-
-
-def teacher_files(context: RunContext, target: LoadedTarget, file: str) -> tuple[Dataset | None, "StateFiles"]:
-    """Return the rows (`input_ids`, `spans`) of `teacher.file`, None for texts in data.prompts, and its states.
-
-    Raises:
-        ConfigError: where nothing in it can be trained on.
-    """
-    from draftsmith.distill.state_files import StateFiles
-
-    recipe, say = context.recipe, context.console.say
-    say(f"teacher: reading {file}")
-    vocab_size, hidden_size = weight_of(target.model.get_output_embeddings()).shape
-    states = StateFiles(file, vocab_size, hidden_size, say)
-    rows = states.trained_rows()
-    if rows is not None:
-        return _fitting(context, target, rows), states
-    if recipe.data.response != "text":
-        raise ConfigError(
-            f"data.response={recipe.data.response!r} with teacher.kind='files', whose files do not say which tokens "
-            "are answers; expected 'text', and the same conversations in data.prompts"
-        )
-    return None, states
 
 
 def _fitting(context: RunContext, target: LoadedTarget, rows: Dataset) -> Dataset:
@@ -125,31 +102,49 @@ def prepare_data(context: RunContext, target: LoadedTarget, drafter: Drafter) ->
 
     `drafter` writes its share of the responses (`data.drafter_share`).
     """
-    recipe, console = context.recipe, context.console
-    data, evaluation = recipe.data, recipe.evaluation
-    chat = chat_of(data, target)
-    states: StateFiles | None = None
-    if recipe.teacher.file is not None:
-        rows, states = teacher_files(context, target, recipe.teacher.file)
-        if rows is not None:
-            return replace(_of_file(context, chat, target, rows), states=states)
+    recipe, console, chat = context.recipe, context.console, chat_of(context.recipe.data, target)
+    data, held = recipe.data, recipe.evaluation
+    rows, states = _read(context, chat, target)
+    if held.prompts is None and (states is not None or data.prompts != EMBEDDED):
+        rows, heldout = hold_out(rows, held.count)
+    else:
+        heldout = heldout_prompts(held.prompts or EMBEDDED, chat, target, recipe)
+    questions = None
+    if not data.answered and states is None:
+        questions, rows = rows, _with_images(_sampled(context, chat, target, drafter, rows), rows)
+    rows, validation = _packed(_readable(rows, target, console), data, console)
+    return TrainingData(rows, heldout, questions, states, validation)
+
+
+def _read(context: RunContext, chat: Chat, target: LoadedTarget) -> tuple[Dataset, "StateFiles | None"]:
+    """Return the rows of `teacher.file` or of data.prompts, and the states in the former.
+
+    Raises:
+        ConfigError: where nothing can be trained on.
+    """
+    recipe, say = context.recipe, context.console.say
+    data, file, states = recipe.data, recipe.teacher.file, None
+    if file is not None:
+        from draftsmith.distill.state_files import StateFiles
+
+        say(f"teacher: reading {file}")
+        vocab_size, hidden_size = weight_of(target.model.get_output_embeddings()).shape
+        states = StateFiles(file, vocab_size, hidden_size, say)
+        if (rows := states.trained_rows()) is not None:
+            rows = _fitting(context, target, rows)
+            texts = zip(rows["input_ids"], rows["spans"], strict=True)
+            return rows.add_column("opening", [fingerprint(ids[: spans[0][0]]) for ids, spans in texts]), states
+        if data.response != "text":
+            raise ConfigError(
+                f"data.response={data.response!r} with teacher.kind='files', whose files do not say which tokens "
+                "are answers; expected 'text', and the same conversations in data.prompts"
+            )
     if data.prompts == SELF:
         data = data.model_copy(update={"prompts": _self_prompts(context, chat, target)})
-    console.say(f"data: reading {data.prompts}")
+    say(f"data: reading {data.prompts}")
     with context.accelerator.main_process_first():
-        examples = read_examples(chat, data, context_limit(target.model.config), console.say, recipe.train.seed)
-    if states is not None:
-        examples = states.covered(examples, data.prompts, console.say)
-    if evaluation.prompts is None and data.prompts != EMBEDDED:
-        examples, heldout = hold_out(examples, evaluation.count)
-    else:
-        heldout = heldout_prompts(evaluation.prompts or EMBEDDED, chat, target, recipe)
-    if data.answered:
-        rows, validation = _packed(_readable(examples, target, console), data, console)
-        return TrainingData(rows, heldout, states=states, validation=validation)
-    rows = _with_images(_sampled(context, chat, target, drafter, examples), examples)
-    rows, validation = _packed(_readable(rows, target, console), data, console)
-    return TrainingData(rows, heldout, examples, validation=validation)
+        examples = read_examples(chat, data, context_limit(target.model.config), say, recipe.train.seed)
+    return examples if states is None else states.covered(examples, data.prompts, say), states
 
 
 def _self_prompts(context: RunContext, chat: Chat, target: LoadedTarget) -> str:
@@ -219,31 +214,12 @@ def read_images(data: DataSection, target: LoadedTarget) -> ReadImages | None:
     return read
 
 
-def _of_file(context: RunContext, chat: Chat, target: LoadedTarget, rows: Dataset) -> TrainingData:
-    """Return rows of the teacher's file, without the held-out ones."""
-    recipe, console = context.recipe, context.console
-    data, evaluation = recipe.data, recipe.evaluation
-    openings = [fingerprint(ids[: spans[0][0]]) for ids, spans in zip(rows["input_ids"], rows["spans"], strict=True)]
-    rows = rows.add_column("opening", openings)
-    if evaluation.prompts is not None:
-        heldout = heldout_prompts(evaluation.prompts, chat, target, recipe)
-    else:
-        rows, heldout = hold_out(rows, evaluation.count)
-    rows, validation = _packed(rows, data, console)
-    return TrainingData(rows, heldout, validation=validation)
-
-
-class SampledRound(NamedTuple):
-    """The data of a new round, and the counts of its sampling, see `sampling_counts`."""
-
-    data: TrainingData
-    counts: dict[str, float]
-
-
 def resample(
     context: RunContext, target: LoadedTarget, drafter: Drafter, data: TrainingData, number: int
-) -> SampledRound:
+) -> tuple[TrainingData, dict[str, float]]:
     """Sample all responses again in round `number`, with the current drafter in the decoder.
+
+    Returns the data, and the counts of the sampling, see `sampling_counts`.
 
     The responses of a round are stored in the run's folder, so that a run resumed from a checkpoint reads them.
     """
@@ -265,7 +241,7 @@ def resample(
     counts = sampling_counts(folder, recipe.data.responses)
     rows = _readable(_with_images(rows, data.questions), target, context.console)
     packed, validation = _packed(rows, recipe.data, context.console)
-    return SampledRound(TrainingData(packed, data.heldout, data.questions, validation=validation), counts)
+    return TrainingData(packed, data.heldout, data.questions, validation=validation), counts
 
 
 def _packed(rows: Dataset, data: DataSection, console: Console) -> tuple[Dataset, int]:
@@ -308,27 +284,13 @@ def token_counts(rows: Dataset, vocab_size: int) -> Tensor:
 
 
 def frequent_tokens(rows: Dataset, size: int, target: LoadedTarget, console: Console) -> list[int]:
-    """Return the `size` most frequent tokens of the responses, always with EOS, and print the share they cover.
-
-    Responses that did not choose the vocabulary have rarer tokens, too. Therefore the share that the tokens of nine
-    tenths of the responses cover of the last tenth is printed as well.
-    """
+    """Return the `size` most frequent tokens of the responses, always with EOS, and print the share they cover."""
     vocab_size, eos = logit_count(target.model), target.tokenizer.eos_token_id
-    always = (eos,) if isinstance(eos, int) else ()
     counts_V = token_counts(rows, vocab_size)
-    tokens = most_frequent(counts_V, size, always=always)
-    said = f"draft vocabulary: {size:,} of {vocab_size:,} tokens, {_covered(counts_V, tokens):.2%} of the responses"
-    tenth_V = token_counts(rows.select(range(9, len(rows), 10)), vocab_size)
-    if tenth_V.any():
-        others = most_frequent(counts_V - tenth_V, size, always=always)
-        said += f"; chosen on nine tenths of them, {_covered(tenth_V, others):.2%} of the rest"
-    console.say(said)
+    tokens = most_frequent(counts_V, size, always=(eos,) if isinstance(eos, int) else ())
+    covered = float(counts_V[tokens].sum() / counts_V.sum())
+    console.say(f"draft vocabulary: {size:,} of {vocab_size:,} tokens, {covered:.2%} of the responses")
     return tokens
-
-
-def _covered(counts_V: Tensor, tokens: list[int]) -> float:
-    """Return the share of counted tokens that are among `tokens`."""
-    return float(counts_V[tokens].sum() / counts_V.sum())
 
 
 def heldout_prompts(source: str, chat: Chat, target: LoadedTarget, recipe: Recipe) -> list[HeldOut]:

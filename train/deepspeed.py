@@ -3,7 +3,6 @@
 ZeRO-2 shards moments and gradients, ZeRO-3 also the weights. Weights are float32, with one AdamW.
 """
 
-import json
 import logging
 import os
 import warnings
@@ -14,7 +13,7 @@ from typing import Any
 import deepspeed
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DeepSpeedPlugin, HfDeepSpeedConfig
+from accelerate.utils import DeepSpeedPlugin
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,
@@ -25,33 +24,27 @@ from torch import Tensor, nn
 
 from draftsmith.errors import ConfigError
 from draftsmith.train.checkpoint import TrainState, check_shapes, trained
-from draftsmith.train.engine import all_finite
+from draftsmith.train.engine import Engine
 from draftsmith.train.optimizers import Optimizers
 from draftsmith.train.recipe import Recipe
 
-CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's moments under torch's names."""
-OTHER_SOURCES = {
-    "optimizer": "train.optimizer",
-    "scheduler": "train.learning_rate and train.warmup_fraction",
-    "torch_autocast": "train.mixed_precision",
-}
+OURS = ("optimizer", "scheduler", "torch_autocast")
+"""Sections of DeepSpeed's config that are left out: the recipe has optimizer, rates and precision."""
 
 
-def make_plugin(recipe: Recipe, precision: str) -> DeepSpeedPlugin:
-    """Return DeepSpeed's config with the recipe's values; `precision` is 'no' or 'bf16', which autocast applies.
+def make_plugin(recipe: Recipe) -> DeepSpeedPlugin:
+    """Return DeepSpeed's config, in which the recipe's values replace those of the file; autocast sets the precision.
 
     Raises:
-        ConfigError: where config and recipe contradict each other, and for a recipe that ZeRO cannot train.
+        ConfigError: for another stage than 2 or 3, and for a recipe that ZeRO cannot train.
     """
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # caused by DeepSpeed
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled on a CPU; gloo does the same
     processes, parts = int(os.environ.get("WORLD_SIZE", "1")), recipe.train.gradient_accumulation
     micro = recipe.train.batch_size // (processes * parts)
-    given = _given_config()
-    check_config(given, recipe, precision, micro)
     if recipe.train.optimizer != "adamw":
         raise ConfigError(
             f"train.optimizer={recipe.train.optimizer!r} under DeepSpeed; expected 'adamw': it shards flat vectors, "
@@ -64,6 +57,8 @@ def make_plugin(recipe: Recipe, precision: str) -> DeepSpeedPlugin:
     zero = config["zero_optimization"]
     if zero.get("stage") not in (2, 3):
         raise ConfigError(f"deepspeed zero_optimization.stage={zero.get('stage')}; expected 2 or 3, or another engine")
+    for key in OURS:
+        config.pop(key, None)
     for key in [key for key, value in zero.items() if value == "auto"]:
         del zero[key]  # accelerate would derive these sizes from a hidden size; DeepSpeed has defaults
     zero["memory_efficient_linear"] = False  # it would also replace linear layers of the target
@@ -83,58 +78,12 @@ def make_plugin(recipe: Recipe, precision: str) -> DeepSpeedPlugin:
     return plugin
 
 
-def check_config(config: dict[str, Any], recipe: Recipe, precision: str, micro: int) -> None:
-    """Raise ConfigError, with both values, where DeepSpeed's config differs from the recipe."""
-    train = recipe.train
-    expected: dict[str, tuple[str, object, object]] = {
-        "train_batch_size": ("train.batch_size", train.batch_size, train.batch_size),
-        "train_micro_batch_size_per_gpu": ("train.batch_size", train.batch_size, micro),
-        "gradient_accumulation_steps": (
-            "train.gradient_accumulation",
-            train.gradient_accumulation,
-            train.gradient_accumulation,
-        ),
-        "gradient_clipping": ("train.clip_norm", train.clip_norm, train.clip_norm),
-        "bf16.enabled": ("train.mixed_precision", train.mixed_precision, precision == "bf16"),
-        "fp16.enabled": ("train.mixed_precision", train.mixed_precision, False),
-    }
-    for key, (ours, value, wanted) in expected.items():
-        section, _, name = key.rpartition(".")
-        given = (config.get(section) or {}).get(name) if section else config.get(name)
-        if given not in (None, "auto", wanted):
-            raise ConfigError(
-                f"deepspeed {key}={given!r}, but the recipe has {ours}={value!r}; expected {wanted!r} or 'auto'"
-            )
-    for key, ours in OTHER_SOURCES.items():
-        if config.get(key):
-            raise ConfigError(f"deepspeed {key}={json.dumps(config[key])}; expected none, the recipe has {ours}")
-
-
-def _given_config() -> dict[str, Any]:
-    """Return DeepSpeed's config file, or accelerate's own options where there is none."""
-    file = os.environ.get(CONFIG_FILE, "none")
-    if file != "none":
-        try:
-            return HfDeepSpeedConfig(file).config
-        except ValueError as error:
-            raise ConfigError(f"deepspeed_config_file={file} cannot be read; expected JSON") from error
-    given: dict[str, Any] = {}
-    steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if steps != "1":  # accelerate's default is not the user's wish
-        given["gradient_accumulation_steps"] = int(steps) if steps.isdigit() else steps
-    clipping = os.environ.get("ACCELERATE_GRADIENT_CLIPPING", "auto")
-    given["gradient_clipping"] = clipping if clipping in ("auto", "none") else float(clipping)
-    return given
-
-
-class ZeroEngine:
+class ZeroEngine(Engine):
     """DeepSpeed's engine. Weights and moments are read and written with the functions that DeepSpeed documents."""
 
     def __init__(self, accelerator: Accelerator, step: nn.Module, optimizers: Optimizers) -> None:
         self._accelerator, self._step = accelerator, step
-        (optimizer,) = optimizers
-        self.module, prepared = accelerator.prepare(step, optimizer)
-        self.optimizers = [prepared]
+        self.module, *self.optimizers = accelerator.prepare(step, *optimizers)
         self._zero = self.module.optimizer
         self._sharded = self.module.zero_optimization_stage() == 3
         if self._sharded:
@@ -153,8 +102,10 @@ class ZeroEngine:
         self.module.step()  # skips the update when the norm is not finite
         return float(self.module.get_global_grad_norm())
 
-    def gathered(self) -> AbstractContextManager:
-        return deepspeed.zero.GatheredParameters(list(self._step.parameters()), enabled=self._sharded)
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        with deepspeed.zero.GatheredParameters(list(self._step.parameters()), enabled=self._sharded):
+            yield
 
     def state(self) -> TrainState:
         weights: dict[str, Tensor] = {}
@@ -187,9 +138,9 @@ class ZeroEngine:
             for key in MOMENTS if counts else ():
                 safe_set_full_optimizer_state(parameter, state.moments[name][key], key)
 
-    def finite(self) -> bool:
-        shards = [getattr(parameter, "ds_tensor", parameter) for parameter in trained(self._step).values()]
-        return all_finite(self._accelerator, [bool(shard.isfinite().all()) for shard in shards])
+    @staticmethod
+    def _shard(parameter: Tensor) -> Tensor:
+        return getattr(parameter, "ds_tensor", parameter)
 
     @contextmanager
     def _writable(self) -> Iterator[None]:

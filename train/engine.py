@@ -1,13 +1,13 @@
-"""The interface of training engines, and the one for a single process, DDP and FSDP2; DeepSpeed's is in deepspeed.py.
+"""The training engine for a single process, DDP and FSDP2; deepspeed.py overrides it for DeepSpeed.
 
 An engine runs optimizer steps. It gathers sharded parameters and re-shards them, for checkpoints, which are the same
 under all engines, and for decoding with the drafter.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -19,69 +19,28 @@ from draftsmith.train.checkpoint import TrainState, check_shapes, trained
 from draftsmith.train.optimizers import Optimizers
 
 
-class Engine(Protocol):
-    """How the training loop uses the processes that accelerate has launched."""
-
-    module: nn.Module
-    """The step module as wrapped by the engine."""
-
-    @property
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """The optimizers; the loop sets their learning rates."""
-        ...
-
-    def part(self, last: bool) -> AbstractContextManager[Any]:
-        """Return the context of forward and backward pass of one part of a batch.
-
-        Gradients are reduced over the processes after the last part.
-        """
-        ...
-
-    def backward(self, loss: Tensor) -> None:
-        """Compute gradients, averaged over the processes and summed over the parts of a batch."""
-
-    def step(self) -> float:
-        """Clip the gradients, step the optimizers and clear the gradients.
-
-        Returns the norm of the gradients before clipping. One that is not finite changes no weight.
-        """
-        ...
-
-    def gathered(self) -> AbstractContextManager[Any]:
-        """Return a context in which every process holds the drafter's whole weights; all processes must enter it."""
-        ...
-
-    def state(self) -> TrainState:
-        """Return whole tensors, on the main process only; all processes must call it."""
-        ...
-
-    def load(self, state: TrainState) -> None:
-        """Set weights and moments from such a state, the same on all processes.
-
-        Raises:
-            ValueError, KeyError: for a state that does not fit, before anything is changed.
-        """
-
-    def finite(self) -> bool:
-        """Return whether all weights are finite, on all processes."""
-        ...
-
-
-class TorchEngine:
+class Engine:
     """One process, DDP or FSDP2. Parameters are tensors, or under FSDP2 DTensors that hold a shard."""
 
     def __init__(self, accelerator: Accelerator, step: nn.Module, optimizers: Optimizers, clip_norm: float) -> None:
         self._accelerator, self._step, self._clip_norm = accelerator, step, clip_norm
         self.module, *self.optimizers = accelerator.prepare(step, *optimizers)
+        """The step module as wrapped by the engine, and the optimizers, whose learning rates the loop sets."""
         self._plain = [optimizer.optimizer for optimizer in self.optimizers]
 
     def part(self, last: bool) -> AbstractContextManager[Any]:
+        """Return the context of forward and backward pass of a part of a batch; the last one reduces the gradients."""
         return nullcontext() if last else self._accelerator.no_sync(self.module)
 
     def backward(self, loss: Tensor) -> None:
+        """Compute gradients, averaged over the processes and summed over the parts of a batch."""
         self._accelerator.backward(loss)
 
     def step(self) -> float:
+        """Clip the gradients, step the optimizers and clear the gradients; return the norm before clipping.
+
+        A norm that is not finite changes no weight.
+        """
         norm = self._accelerator.clip_grad_norm_(list(self.module.parameters()), self._clip_norm)
         assert norm is not None, "accelerate returns none under DeepSpeed only"
         norm = float(whole(norm))
@@ -93,6 +52,7 @@ class TorchEngine:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
+        """In this context every process holds the drafter's whole weights; all processes must enter it."""
         # Whole tensors replace the shards; FSDP's own unsharding would end at a state_dict.
         shards = [
             (module, name, parameter)
@@ -112,6 +72,7 @@ class TorchEngine:
                 setattr(module, name, shard)
 
     def state(self) -> TrainState:
+        """Return whole tensors, on the main process only; all processes must call it."""
         weights: dict[str, Tensor] = {}
         moments: dict[str, dict[str, Tensor]] = {}
         main = self._accelerator.is_main_process
@@ -127,6 +88,11 @@ class TorchEngine:
         return TrainState(weights, moments)
 
     def load(self, state: TrainState) -> None:
+        """Set weights and moments from such a state, the same on all processes.
+
+        Raises:
+            ValueError, KeyError: for a state that does not fit, before anything is changed.
+        """
         parameters = trained(self._step)
         check_shapes(state, {name: parameter.shape for name, parameter in parameters.items()})
         with torch.no_grad():
@@ -145,14 +111,15 @@ class TorchEngine:
                     }
 
     def finite(self) -> bool:
-        shards = [bool(_local(parameter).isfinite().all()) for parameter in trained(self._step).values()]
-        return all_finite(self._accelerator, shards)
+        """Return whether all weights are finite, on all processes."""
+        whole = all(bool(self._shard(parameter).isfinite().all()) for parameter in trained(self._step).values())
+        wrong = torch.tensor([float(not whole)], device=self._accelerator.device)
+        return not float(reduced(self._accelerator, wrong))
 
-
-def all_finite(accelerator: Accelerator, shards: list[bool]) -> bool:
-    """Return whether `shards`, one flag for each tensor of this process, are true on all processes."""
-    wrong = torch.tensor([float(not all(shards))], device=accelerator.device)
-    return not float(reduced(accelerator, wrong))
+    @staticmethod
+    def _shard(parameter: Tensor) -> Tensor:
+        """Return this process's shard of a parameter, or all of one that is not sharded."""
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def reduced(accelerator: Accelerator, tensor: Tensor) -> Tensor:
@@ -160,11 +127,6 @@ def reduced(accelerator: Accelerator, tensor: Tensor) -> Tensor:
     total = accelerator.reduce(tensor, "sum")
     assert isinstance(total, Tensor)
     return total
-
-
-def _local(parameter: Tensor) -> Tensor:
-    """Return this process's shard of a parameter, or all of one that is not sharded."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _on_main(value: Tensor, main: bool) -> Tensor | None:

@@ -1,7 +1,7 @@
 """Measurements during training: acceptance on held-out prompts, the validation loss; early ends by them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -11,18 +11,17 @@ from transformers import PreTrainedModel
 from draftsmith.distill.dataset import HeldOut
 from draftsmith.heads.base import Drafter
 from draftsmith.metrics import acceptance_at, alpha, position_counts, tau
-from draftsmith.train.batch import Batch, ReadImages, response_tokens
 from draftsmith.train.data import TrainingData
 from draftsmith.train.engine import reduced
-from draftsmith.train.interrupts import Stopping
 from draftsmith.train.launch import RunContext
 from draftsmith.train.learning_rates import decay_steps
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.recipe_sections import EvaluationSection
-from draftsmith.train.step import Last, StepSums
+from draftsmith.train.step import Batch, Last, ReadImages, StepSums, response_tokens
 
 if TYPE_CHECKING:  # the decoder is imported by the first evaluation
     from draftsmith.decode.sequence import DecodeOutput
+    from draftsmith.train.recorder import Record
 
 
 def _alpha(outputs: "Sequence[DecodeOutput]") -> float:
@@ -46,14 +45,6 @@ METRICS: "dict[str, Callable[[Sequence[DecodeOutput]], float | list[float]]]" = 
 """Metrics of the decoded texts, by their key in `metrics.jsonl` and in trackers."""
 
 
-class DrafterEvaluation(NamedTuple):
-    """Metrics over all held-out prompts, and the decoded texts."""
-
-    metrics: dict[str, Any]
-    """`METRICS`; `target_quality` where the target is trained too."""
-    outputs: "list[DecodeOutput]"
-
-
 def evaluate_drafter(
     target: PreTrainedModel,
     drafter: Drafter,
@@ -62,8 +53,10 @@ def evaluate_drafter(
     draft_length: int,
     stop: Callable[[], bool] = lambda: False,
     read_images: ReadImages | None = None,
-) -> DrafterEvaluation | None:
-    """Decode all prompts one by one with the current drafter; `read_images`: see `collate`.
+) -> dict[str, Any] | None:
+    """Decode all prompts one by one with the current drafter, and return `METRICS` of the texts.
+
+    `read_images`: see `collate`.
 
     Returns None as soon as `stop`, called before each prompt, is true: a machine that is about to be shut down may not
     have the time for a whole evaluation.
@@ -82,71 +75,67 @@ def evaluate_drafter(
         options = {"max_new_tokens": settings.max_new_tokens, "temperature": settings.temperature, "seed": number}
         outputs.append(decoder.generate(prompt.input_ids, inputs=inputs, **options))
     drafter.train(was_training)
-    return DrafterEvaluation({name: metric(outputs) for name, metric in METRICS.items()}, outputs)
+    return {name: metric(outputs) for name, metric in METRICS.items()}
 
 
-class Validation:
-    """Computes the mean objective, alpha and top-1 agreement over the validation rows."""
-
-    def __init__(
-        self,
-        context: RunContext,
-        module: nn.Module,
-        batch: Callable[[list[int]], Batch],
-        stopping: Stopping,
-        meet: Callable[[], None],
-    ) -> None:
-        """`module`: the step in its engine. `batch`: returns the rows of these indices. `meet`: see `Record`."""
-        self._context, self._module, self._batch = context, module, batch
-        self._stopping, self._meet = stopping, meet
-
-    def rows(self, data: TrainingData) -> list[int]:
-        """Return the indices of the validation rows, without those that the recipe excludes."""
-        excluded = self._context.recipe.data.exclude_rows
-        return [row for row in range(data.trained, len(data.rows)) if row not in excluded]
-
-    @torch.no_grad()
-    def __call__(self, data: TrainingData, step: int, last: Last) -> dict[str, Any] | None:
-        """Return the means after `step`, the same on all processes; None without such rows, and where a signal came."""
-        rows, settings = self.rows(data), self._context.recipe.train
-        if not rows:
-            return None
-        shares, share = self._context.text_share
-        size = settings.batch_size // (shares * settings.gradient_accumulation)
-        totals: StepSums | None = None
-        self._module.eval()
-        for begin in range(0, len(rows), shares * size):
-            mine = rows[begin + share * size : begin + (share + 1) * size]
-            torch.manual_seed(begin + share)  # block drafters draw the positions that they are trained at
-            # All processes run the same passes, as sharded weights need; one without rows of its own counts none.
-            sums: StepSums = self._module(self._batch(mine or [rows[0]]), step / settings.steps, last)
-            totals = StepSums(*(value if mine else torch.zeros_like(value) for value in sums)).plus(totals)
-            self._meet()
-            if self._stopping.agreed is not None:
-                break
-        self._module.train()
-        if isinstance(self._module, FSDPModule):
-            self._module.reshard()  # in training the backward pass does
-        if totals is None or self._stopping.agreed is not None:
-            return None
-        loss, alpha_K, match_K, count_K = (reduced(self._context.accelerator, value) for value in totals[:4])
-        count_K = count_K.clamp_min(1)
-        return {
-            "loss": loss.item() / response_tokens(data.rows, rows),
-            "alpha": (alpha_K / count_K).tolist(),
-            "top1": (match_K / count_K).tolist(),
-        }
+def validation_rows(recipe: Recipe, data: TrainingData) -> list[int]:
+    """Return the indices of the validation rows, without those that the recipe excludes."""
+    return [row for row in range(data.trained, len(data.rows)) if row not in recipe.data.exclude_rows]
 
 
-class EarlyEnd(NamedTuple):
-    """The last step of a run, and why."""
+@torch.no_grad()
+def validate(
+    context: RunContext,
+    module: nn.Module,
+    data: TrainingData,
+    step: int,
+    last: Last,
+    *,
+    batch: Callable[[list[int]], Batch],
+    record: "Record",
+) -> dict[str, Any] | None:
+    """Return the mean objective, alpha and top-1 agreement over the validation rows, the same on all processes.
 
-    step: int
-    reason: str
+    Returns None without such rows, and where a signal came.
+
+    Args:
+        batch: returns the rows of these indices.
+        module: the step in its engine.
+    """
+    rows, settings, stopping = validation_rows(context.recipe, data), context.recipe.train, record.stopping
+    shares, share = context.text_share
+    size = settings.batch_size // (shares * settings.gradient_accumulation)
+    totals: StepSums | None = None
+    if not rows:
+        return None
+    module.eval()
+    for begin in range(0, len(rows), shares * size):
+        mine = rows[begin + share * size : begin + (share + 1) * size]
+        torch.manual_seed(begin + share)  # block drafters draw the positions that they are trained at
+        # All processes run the same passes, as sharded weights need; one without rows of its own counts none.
+        sums: StepSums = module(batch(mine or [rows[0]]), step / settings.steps, last)
+        totals = StepSums(*(value if mine else torch.zeros_like(value) for value in sums)).plus(totals)
+        record.meet()
+        if stopping.agreed is not None:
+            break
+    module.train()
+    if isinstance(module, FSDPModule):
+        module.reshard()  # in training the backward pass does
+    if totals is None or stopping.agreed is not None:
+        return None
+    loss, alpha_K, match_K, count_K = (reduced(context.accelerator, value) for value in totals[:4])
+    count_K = count_K.clamp_min(1)
+    return {
+        "loss": loss.item() / response_tokens(data.rows, rows),
+        "alpha": (alpha_K / count_K).tolist(),
+        "top1": (match_K / count_K).tolist(),
+    }
 
 
-def early_end(recipe: Recipe, metrics: Sequence[Mapping[str, Any]], step: int, decaying: bool) -> EarlyEnd | None:
-    """Return where the run is to end by its evaluations up to `step`; None where it is to continue as planned.
+def early_end(
+    recipe: Recipe, metrics: Sequence[Mapping[str, Any]], step: int, decaying: bool
+) -> tuple[int, str] | None:
+    """Return the run's last step by its evaluations up to `step`, and why; None where it continues as planned.
 
     A run with the schedule 'wsd' ends after its decay, which begins now. `decaying`: it has begun already.
     """
@@ -156,7 +145,7 @@ def early_end(recipe: Recipe, metrics: Sequence[Mapping[str, Any]], step: int, d
     curves = [curve for key in ("evaluation", "average") if (curve := LearningCurve.of(metrics, key)) is not None]
     for curve in curves:
         if target is not None and curve.last().interval[0] >= target:
-            return EarlyEnd(step, f"tau {curve.last()} has reached train.target_tau={target:g}")
+            return step, f"tau {curve.last()} has reached train.target_tau={target:g}"
     if window is None or decaying or not curves:
         return None
     rises = [rise for curve in curves if (rise := curve.rise(window)) is not None]
@@ -166,4 +155,4 @@ def early_end(recipe: Recipe, metrics: Sequence[Mapping[str, Any]], step: int, d
     reason = f"tau has stopped rising: {rise.value:+.2f} [{rise.interval[0]:.2f}, {rise.interval[1]:.2f}] "
     reason += f"from {window} evaluations to the next {window}"
     last = step + decay_steps(recipe) if recipe.train.schedule == "wsd" else step
-    return None if last >= recipe.train.steps else EarlyEnd(last, reason)
+    return None if last >= recipe.train.steps else (last, reason)

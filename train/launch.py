@@ -14,6 +14,7 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
     FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
     InitProcessGroupKwargs,
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -31,9 +32,7 @@ from draftsmith.train.recipe import Recipe
 from draftsmith.train.recipe_sections import DEEPSPEED
 from draftsmith.train.target_placement import Placement
 
-FSDP, MEGATRON = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM"
-PARALLELISM = "ACCELERATE_USE_PARALLELISM_CONFIG"
-ACCUMULATION = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+FSDP = "ACCELERATE_USE_FSDP"
 TRACKER_FOLDER = "tracker"
 """Folder of the tracker's files in the run's folder."""
 
@@ -114,20 +113,8 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
     """
     require_divisible(recipe, int(os.environ.get("WORLD_SIZE", "1")))
     options: dict[str, Any] = {"cpu": _on_cpu()}
-    if _enabled(MEGATRON):
-        raise ConfigError(f"{MEGATRON}=true; expected DDP, FSDP2 or DeepSpeed")
-    if _enabled(PARALLELISM):  # its methods replace the attention of transformers' models, which drafters do not use
-        raise ConfigError(
-            f"{PARALLELISM}=true (accelerate's parallelism_config); expected it unset: target.tensor_parallel divides "
-            "a target, and train.sequence_parallel a text"
-        )
     if _enabled(DEEPSPEED):
         options = _deepspeed(recipe)
-    elif int(os.environ.get(ACCUMULATION, "1")) != 1:
-        raise ConfigError(
-            f"accelerate's gradient_accumulation_steps={os.environ[ACCUMULATION]}; expected it unset: the recipe has "
-            f"train.gradient_accumulation={recipe.train.gradient_accumulation}"
-        )
     if _enabled(FSDP):
         options["fsdp_plugin"] = _fsdp(recipe)
     group = InitProcessGroupKwargs(timeout=timedelta(minutes=recipe.train.timeout_minutes))
@@ -137,6 +124,7 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
         mixed_precision="no",
         log_with=None if recipe.tracker == "none" else recipe.tracker,
         project_dir=str(folder / TRACKER_FOLDER),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # the loop accumulates
         # Gradients are views of the buffers that are reduced: DDP would hold a second copy of them.
         kwargs_handlers=[group, DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
         **options,
@@ -199,7 +187,7 @@ def _deepspeed(recipe: Recipe) -> dict[str, Any]:
     """Return the keyword arguments of `Accelerator` under DeepSpeed."""
     from draftsmith.train.deepspeed import make_plugin  # DeepSpeed is an extra
 
-    options: dict[str, Any] = {"deepspeed_plugin": make_plugin(recipe, precision(recipe))}
+    options: dict[str, Any] = {"deepspeed_plugin": make_plugin(recipe)}
     if "LOCAL_RANK" not in os.environ or _enabled("ACCELERATE_USE_CPU"):  # accelerate would silently run without it
         raise ConfigError(
             f"{DEEPSPEED}=true without ranks, or with use_cpu; expected `accelerate launch`, use_cpu: false"

@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig
 from draftsmith.distill.load_target import load_tokenizer
 from draftsmith.errors import ConfigError
 from draftsmith.heads.configs import DRAFTERS, Rates
+from draftsmith.train.optimizers import SCHEDULES
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.schedules import SCHEDULES, Place
 
 WIDTH, WIDEST = 256, 512
 TRAINED = Rates(muon=1.5e-3, adamw=2.5e-4, scaled=True)
@@ -65,7 +65,7 @@ def learning_rate(recipe: Recipe, step: int, end: int | None = None) -> float:
         return peak * (step + 1) / warmup
     done = (step - warmup) / max(1, settings.steps - warmup)
     decayed = max(0.0, 1 - ((end or settings.steps) - step) / decay_steps(recipe))
-    return peak * SCHEDULES[settings.schedule].share(Place(done, decayed))
+    return peak * SCHEDULES[settings.schedule].share(done, decayed)
 
 
 def warmup_steps(recipe: Recipe) -> int:

@@ -1,13 +1,14 @@
-"""The optimizers of a drafter by name: Muon for the matrices inside the layers with AdamW for the rest; AdamW alone.
+"""Optimizers of a drafter and schedules of the learning rate, by name.
 
-Importing this module does not import torch: recipes are checked against the names in `OPTIMIZERS`.
+Importing this module does not import torch: recipes are checked against the names in `OPTIMIZERS` and `SCHEDULES`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -104,3 +105,23 @@ def _adamw(of: Trained, weights: list[nn.Parameter], ordinary: float | None) -> 
             share = min(1.0, (ordinary or len(sizes.columns_F)) / max(sizes.total, 1e-9))
             groups.append({"params": [weight], "ratio": share})
     return [AdamW(groups, lr=0.0, betas=BETAS, weight_decay=of.weight_decay, fused=True)]
+
+
+class Schedule(NamedTuple):
+    """The rate of a step relative to the peak, and its description in the first line of a run."""
+
+    share: Callable[[float, float], float]
+    """Of the share of the steps after the warm-up that have been taken, and of that of the decay, the last
+    `train.decay_fraction` of the steps."""
+    described: str
+    """`{decay}` stands for the number of steps of the decay."""
+
+
+SCHEDULES = {
+    "cosine": Schedule(lambda done, _: 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)), "cosine to a tenth"),
+    "linear": Schedule(lambda done, _: 1 - done, "linear to zero"),
+    # Hägele et al. 2024, arXiv:2405.18392, section 3: 1 - sqrt.
+    "wsd": Schedule(lambda _, decayed: 1 - math.sqrt(decayed), "constant, over the last {decay} steps to zero"),
+    "constant": Schedule(lambda *_: 1.0, "constant"),
+}
+"""By the names that `train.schedule` accepts."""

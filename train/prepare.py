@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from draftsmith.train.bootstrap import load_parts
 from draftsmith.train.launch import RunContext, make_accelerator, preflight
 from draftsmith.train.progress import Console
 from draftsmith.train.recipe import Recipe
+from draftsmith.train.recipe_sections import TargetSection
 
 READ, TRAINED = "dim", "bold green"
 BRACKETS = ("⟦", "⟧")
@@ -91,17 +91,7 @@ def _table(rows: Dataset) -> Table:
     return table
 
 
-@dataclass(frozen=True)
-class Loading:
-    """How `regenerate` loads the target."""
-
-    target: str
-    dtype: str = "float32"
-    attn_implementation: str | None = None
-    trust_remote_code: bool = False
-
-
-def regenerate(loading: Loading, data: DataSection, out: Path, *, seed: int, drafter: str | None = None) -> None:
+def regenerate(target: TargetSection, data: DataSection, out: Path, *, seed: int, drafter: str | None = None) -> None:
     """Sample the target's response to every prompt, and write JSON lines that recipes can use as data.
 
     After an interruption, the same call continues with the batch that was not finished. With `data.server`, a running
@@ -111,20 +101,21 @@ def regenerate(loading: Loading, data: DataSection, out: Path, *, seed: int, dra
         ConfigError: for a file that exists, a seed or a temperature out of range, or prompts that cannot be read.
     """
     require_seed("--seed", seed)
-    check_attention("--attn-implementation", loading.attn_implementation, loading.dtype)
+    check_attention("--attn-implementation", target.attn_implementation, target.dtype)
     require_writable_file("--out", out)
     with hold_name("--out", out):
         if out.exists():
             raise ConfigError(f"--out {out} exists; expected a new file")
         if data.server is None:
-            _regenerate(loading, data, out, seed, drafter)
+            _regenerate(target, data, out, seed, drafter)
         else:
-            _regenerate_from(data.server, loading, data, out, seed)
+            _regenerate_from(data.server, target, data, out, seed)
 
 
-def _regenerate(loading: Loading, data: DataSection, out: Path, seed: int, drafter: str | None) -> None:
-    options = {"dtype": loading.dtype, "attn_implementation": loading.attn_implementation}
-    loaded = load_target(loading.target, **options, trust_remote_code=loading.trust_remote_code)
+def _regenerate(target: TargetSection, data: DataSection, out: Path, seed: int, drafter: str | None) -> None:
+    loaded = load_target(
+        target.model, **target.model_dump(include={"dtype", "attn_implementation", "trust_remote_code"})
+    )
     chat = _chat(data, loaded.tokenizer, eos_tokens(loaded.model.config, loaded.model.generation_config))
     console = Console(True)
     questions = read_examples(chat, data, context_limit(loaded.model.config), console.say)
@@ -150,20 +141,20 @@ def _chat(data: DataSection, tokenizer: PreTrainedTokenizerBase, ends: frozenset
     return chat
 
 
-def _regenerate_from(server: ServerSection, loading: Loading, data: DataSection, out: Path, seed: int) -> None:
+def _regenerate_from(server: ServerSection, target: TargetSection, data: DataSection, out: Path, seed: int) -> None:
     """Write the responses that a server samples, each with the model, the settings and the usage."""
     from draftsmith.distill.server.probe import check_server
     from draftsmith.distill.server.sampling import ServerSampler, server_samples
 
-    target, trusted = loading.target, loading.trust_remote_code
-    tokenizer, config = load_tokenizer(target, trust_remote_code=trusted)
+    name, trusted = target.model, target.trust_remote_code
+    tokenizer, config = load_tokenizer(name, trust_remote_code=trusted)
     if config.is_encoder_decoder:
-        raise ConfigError(f"--server with {target}, an encoder-decoder; expected a decoder-only target")
-    chat, console = _chat(data, tokenizer, load_ends(target, trust_remote_code=trusted)), Console(True)
+        raise ConfigError(f"--server with {name}, an encoder-decoder; expected a decoder-only target")
+    chat, console = _chat(data, tokenizer, load_ends(name, trust_remote_code=trusted)), Console(True)
     questions = read_examples(chat, data, context_limit(config), console.say)
-    sampler = ServerSampler(data, chat, seed, context_limit(config), target)
+    sampler = ServerSampler(data, chat, seed, context_limit(config), name)
     folder = out.with_name(f".{out.name}.{sampler.key(questions)}")
-    rows = server_samples(sampler, questions, console.say, partial(check_server, target=target), folder=folder)
+    rows = server_samples(sampler, questions, console.say, partial(check_server, target=name), folder=folder)
     source, count, made_with = sampler.described(), len(rows), tokenizer_fingerprint(tokenizer)
     _write_lines(
         out,

@@ -1,12 +1,7 @@
-"""Push the best drafter to the Hub as the recipe's section `publish` says: at the end, or after each new best.
-
-Pushing does not delay training: a copy is uploaded in a thread, one at a time, and a failure is one printed line. A
-failure at the end of the run is an error, raised after everything else is done; the same command tries again.
-"""
+"""Push the best drafter of a finished run to the Hub, as the recipe's section `publish` says."""
 
 import os
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -44,109 +39,44 @@ def check_publish(output: Path, publish: PublishSection, *, first_process: bool)
         Console(True).say(f"warning: {error}")  # a resumed run does not wait for the Hub
 
 
-class Publisher:
-    """Pushes a run's drafters, on the main process."""
+def publish_best(recipe: Recipe, publish: PublishSection, console: Console) -> None:
+    """Push the best drafter of a finished run with its curves, unless it has been pushed to the same place.
 
-    def __init__(self, recipe: Recipe, publish: PublishSection, console: Console) -> None:
-        self._recipe, self._publish, self._console = recipe, publish, console
-        self._folder = Path(recipe.output)
-        self._thread: threading.Thread | None = None
-        self._problem: DraftsmithError | None = None
-        self._tried = self._record().get("best_step", 0)  # at step 0 nothing was trained
+    Raises:
+        DraftsmithError: where it cannot be pushed; the run and its drafter are kept, and the same command tries again.
+    """
+    folder, where = Path(recipe.output), _destination(publish)
+    clear_leftovers(folder)
+    step, drafter = read_json(folder / FINISHED)["best_step"], folder / DRAFTER
+    entry = {"repo": publish.repo, "revision": publish.revision, "best_step": step, "final": True}
+    if entry.items() <= _record(folder).items():
+        return
+    if not drafter.is_dir():
+        raise DraftsmithError(f"publish={where.repo}: this run has saved no drafter; nothing was pushed")
+    options = {"licence": publish.licence, "base_model": publish.base_model, "metrics": read_metrics(folder)}
+    copy = folder / f".publication.tmp-{os.getpid()}"
+    try:
+        prepare(where)  # again: recipe or repository may have changed since
+        assemble(Publication(drafter, publish.repo, **options), copy)
+        message = f"{recipe.name}: finished, best at step {step}"
+        commit = upload(copy, where, message, progress=False)
+        write_json(folder / PUBLISHED, {**entry, "commit": commit})
+    except (DraftsmithError, OSError) as error:
+        raise DraftsmithError(
+            f"{recipe.name}: the run is finished and its drafter is in {drafter}, but it was not published: {error} "
+            f"(or: draftsmith push {drafter} {where.repo})"
+        ) from error
+    finally:
+        shutil.rmtree(copy, ignore_errors=True)
+    console.say(f"{recipe.name}: published at {where.page}")
 
-    def keep_up(self, best_step: int) -> None:
-        """Push the best drafter if it is new and no push is running; called after every evaluation."""
-        if self._publish.when != "best" or (self._thread is not None and self._thread.is_alive()):
-            return
-        self._report()
-        if best_step == self._tried:
-            return
-        self._tried = best_step
-        copy = self._folder / f".publication.tmp-{os.getpid()}"  # the next start deletes a killed run's
-        try:
-            assemble(self._publication([]), copy)
-        except Exception as error:  # whatever the model card's libraries raise: a push must not stop training
-            self._problem = DraftsmithError(" ".join(str(error).split()) or type(error).__name__)
-            self._report()
-            return
-        self._thread = threading.Thread(target=self._push, args=(copy, best_step, False), daemon=True)
-        self._thread.start()
 
-    def finish(self) -> None:
-        """Push the best drafter of a finished run with its curves, unless it has been pushed.
-
-        Raises:
-            DraftsmithError: where it cannot be pushed; the run and its drafter are kept.
-        """
-        if self._thread is not None:
-            self._thread.join()
-            self._report()
-        clear_leftovers(self._folder)
-        best_step = read_json(self._folder / FINISHED)["best_step"]
-        done = self._record()
-        if done and done["final"] and done["best_step"] == best_step:
-            return
-        where, drafter = _destination(self._publish), self._folder / DRAFTER
-        if not drafter.is_dir():
-            raise DraftsmithError(f"publish={where.repo}: this run has saved no drafter; nothing was pushed")
-        copy = self._folder / f".publication.tmp-{os.getpid()}"
-        try:
-            prepare(where)  # again: recipe or repository may have changed since
-            assemble(self._publication(read_metrics(self._folder)), copy)
-        except (DraftsmithError, OSError) as error:
-            self._problem = DraftsmithError(str(error))
-        else:
-            self._push(copy, best_step, True)
-        if self._problem is not None:
-            raise DraftsmithError(
-                f"{self._recipe.name}: the run is finished and its drafter is in {drafter}, but it was not published: "
-                f"{self._problem} (or: draftsmith push {drafter} {where.repo})"
-            )
-        self._console.say(f"{self._recipe.name}: published at {where.page}")
-
-    def _push(self, copy: Path, best_step: int, final: bool) -> None:
-        """Upload the copy, record the push and delete the copy; failures go to `_problem`."""
-        message = f"{self._recipe.name}: {'finished, ' if final else ''}best at step {best_step}"
-        try:
-            commit = upload(copy, _destination(self._publish), message, progress=False)
-            write_json(self._folder / PUBLISHED, self._entry(best_step, final) | {"commit": commit})
-        except (DraftsmithError, OSError) as error:
-            self._problem = DraftsmithError(str(error))
-        finally:
-            shutil.rmtree(copy, ignore_errors=True)
-
-    def _report(self) -> None:
-        """Print a failed push in one line, from the thread that owns the console."""
-        if self._problem is not None:
-            self._console.say(f"warning: the best drafter, of step {self._tried}, was not published ({self._problem})")
-            self._problem = None
-
-    def _publication(self, metrics: list[dict[str, Any]]) -> Publication:
-        publish = self._publish
-        return Publication(
-            self._folder / DRAFTER,
-            publish.repo,
-            licence=publish.licence,
-            base_model=publish.base_model,
-            metrics=metrics,
-        )
-
-    def _entry(self, best_step: int, final: bool) -> dict[str, Any]:
-        return {
-            "repo": self._publish.repo,
-            "revision": self._publish.revision,
-            "best_step": best_step,
-            "final": final,
-        }
-
-    def _record(self) -> dict[str, Any]:
-        """Return the record of the last push if it went to the same destination, else nothing."""
-        destination = (self._publish.repo, self._publish.revision)
-        try:
-            record = read_json(self._folder / PUBLISHED)
-            return record if (record["repo"], record["revision"]) == destination else {}
-        except (OSError, ValueError, KeyError, TypeError):
-            return {}  # nothing was pushed, or the record is damaged
+def _record(folder: Path) -> dict[str, Any]:
+    """Return the record of the last push; {} for none, or a damaged one."""
+    try:
+        return dict(read_json(folder / PUBLISHED))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def _destination(publish: PublishSection) -> Destination:

@@ -1,6 +1,6 @@
 """The recipe: every setting of a training run, read from YAML and checked before any work starts."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
@@ -56,6 +56,7 @@ REMOVED = {
     "cotrain.quality_weight": 1.0,
     "cotrain.ramp_fraction": 0.2,
     "drafter.lora_alpha": 16.0,
+    "publish.when": "end",
 }
 """Keys of earlier versions, `section.key` or `drafter.key`, with the value that holds now. Recipes in runs, checkpoints
 and drafters may have them with this value alone."""
@@ -80,64 +81,63 @@ class Recipe(Section):
     evaluation: EvaluationSection = EvaluationSection()
     cotrain: CotrainSection | None = None
     """Also train adapters on the target; with Medusa heads this is Medusa-2. Decoding then uses the adapted target."""
-    tracker: Literal["none", "wandb", "tensorboard", "trackio", "mlflow"] = "none"
-    """wandb runs offline unless WANDB_API_KEY is set; see train/trackers.py for the places of the others."""
+    tracker: Literal["none", "wandb", "tensorboard"] = "none"
+    """wandb runs offline unless WANDB_API_KEY is set."""
     publish: PublishSection | None = None
-    """Push the best drafter to the Hub; may be added, changed or removed when a run is resumed."""
+    """Push the best drafter to the Hub at the end; may be added, changed or removed when a run is resumed."""
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
         """Raise ConfigError for keys that exclude each other, whatever the machine."""
-        self._check_sampling()
-        self._check_images()
+        data = self.data
+        if data.refresh_every is not None and (data.answered or data.temperature == 0 == data.drafter_share):
+            why = "response='text'" if data.answered else "temperature=0, which gives the same text again"
+            raise ConfigError(f"data.refresh_every={data.refresh_every} with {why}; expected null")
+        for given, key, others, instead in self._exclusions():
+            other = next((name for name, holds in others.items() if holds), None)
+            if given and other is not None:
+                raise ConfigError(f"{key} with {other}; expected {instead}")
+        if data.images is not None and not Path(data.images).expanduser().is_dir():
+            raise ConfigError.of("data.images", data.images, "a folder")
         self._check_teacher()
-        self._check_placement()
         self._check_schedule()
         if self.target.attn_implementation is not None:
             check_attention("target.attn_implementation", self.target.attn_implementation, self.target.dtype)
         return self
 
-    def _check_sampling(self) -> None:
-        data, from_file = self.data, self.data.answered
-        if data.refresh_every is not None and (from_file or data.temperature == 0 == data.drafter_share):
-            why = "response='text'" if from_file else "temperature=0, which gives the same text again"
-            raise ConfigError(f"data.refresh_every={data.refresh_every} with {why}; expected null")
-        reasons = {
-            "response='text', whose responses are in the file": from_file,
-            "teacher.kind='files', whose responses are in its file": self.teacher.kind == "files",
-            "temperature=0, which gives the same text again": data.temperature == 0,
-        }
-        if data.responses > 1:
-            _exclude(f"data.responses={data.responses}", reasons, "1")
-        if data.prompts == SELF:
-            del reasons["temperature=0, which gives the same text again"]
-            _exclude(f"data.prompts={SELF!r}", {**reasons, "data.images": data.images is not None}, "a file of prompts")
-        self._check_server()
-
-    def _check_server(self) -> None:
-        data = self.data
-        reasons = {
-            "data.response='text', whose responses are in the file": data.answered,
-            "teacher.kind='files', whose responses are in its file": self.teacher.kind == "files",
+    def _exclusions(self) -> Iterator[tuple[bool, str, dict[str, bool], str]]:
+        """Yield keys, with whether they are set, what excludes them, and what is expected then."""
+        data, target, kind, size = self.data, self.target, self.teacher.kind, self.train.sequence_parallel
+        parts, one, quantization = target.tensor_parallel, "one of the two", target.quantization
+        of_file = {"teacher.kind='files', whose responses are in its file": kind == "files"}
+        answered = {"response='text', whose responses are in the file": data.answered, **of_file}
+        images, cotrained = {"data.images": data.images is not None}, {"cotrain": self.cotrain is not None}
+        again = {"temperature=0, which gives the same text again": data.temperature == 0}
+        stored = {"target.sharded=True": target.sharded, **cotrained}
+        placed = {**stored, "target.offload=True": target.offload}
+        yield data.responses > 1, f"data.responses={data.responses}", {**answered, **again}, "1"
+        yield data.prompts == SELF, f"data.prompts={SELF!r}", {**answered, **images}, "a file of prompts"
+        drafted = {
             "data.refresh_every, which samples with the current drafter": data.refresh_every is not None,
             "data.drafter_share, which samples from the drafter": data.drafter_share > 0,
         }
-        if data.server is not None:
-            _exclude("data.server", reasons)
-
-    def _check_images(self) -> None:
+        yield data.server is not None, "data.server", {**answered, **drafted}, one
         others = {
-            "data.pack=true": self.data.pack,
-            "data.server": self.data.server is not None,
-            "data.turns='all'": self.data.every_turn,
-            "data.drafter_share, since draft models read text alone": self.data.drafter_share > 0,
-            f"teacher.kind={self.teacher.kind!r}": self.teacher.kind != "online",
-            "cotrain": self.cotrain is not None,
+            "data.pack=true": data.pack,
+            "data.server": data.server is not None,
+            "data.turns='all'": data.every_turn,
+            "data.drafter_share, since draft models read text alone": data.drafter_share > 0,
+            f"teacher.kind={kind!r}": kind != "online",
         }
-        if self.data.images is not None:
-            _exclude(f"data.images={self.data.images}", others)
-            if not Path(self.data.images).expanduser().is_dir():
-                raise ConfigError.of("data.images", self.data.images, "a folder")
+        yield data.images is not None, f"data.images={data.images}", {**others, **cotrained}, one
+        yield target.sharded, "target.sharded=True", cotrained, "false: adapters are trained inside the target"
+        yield target.offload, "target.offload=True", stored, one
+        yield parts > 1, f"target.tensor_parallel={parts}", {**placed, **cotrained, **images}, one
+        reasons = {f"target.tensor_parallel={parts}": parts > 1, "teacher.kind='files'": kind == "files"}
+        yield quantization is not None, f"target.quantization={quantization}", {**placed, **images, **reasons}, one
+        unequal = {f"target.tensor_parallel={parts}, another number": parts not in (1, size)}
+        reasons = {**cotrained, **images, "data.pack=true": data.pack, **unequal}
+        yield size > 1, f"train.sequence_parallel={size}", reasons, one
 
     def _check_teacher(self) -> None:
         kind, file = self.teacher.kind, self.teacher.file
@@ -149,25 +149,6 @@ class Recipe(Section):
             raise ConfigError(f"teacher.file={file} with teacher.kind={kind!r}; expected 'files'")
         if kind == "files" and file is None:
             raise ConfigError("teacher.kind='files' without teacher.file; expected a folder of hidden states")
-
-    def _check_placement(self) -> None:
-        target, teacher, size = self.target, self.teacher.kind, self.train.sequence_parallel
-        parts, kind, cotrained = target.tensor_parallel, target.quantization, {"cotrain": self.cotrain is not None}
-        stored = {"target.sharded=True": target.sharded, **cotrained}
-        placed = {**stored, "target.offload=True": target.offload}
-        others = {**cotrained, "data.images": self.data.images is not None}
-        if target.sharded:
-            _exclude("target.sharded=True", cotrained, "false: adapters are trained inside the target")
-        if target.offload:
-            _exclude("target.offload=True", stored)
-        if parts > 1:
-            _exclude(f"target.tensor_parallel={parts}", {**placed, **others})
-        if kind is not None:
-            reasons = {f"target.tensor_parallel={parts}": parts > 1, f"teacher.kind={teacher!r}": teacher == "files"}
-            _exclude(f"target.quantization={kind}", {**placed, **others, **reasons})
-        if size > 1:
-            unequal = {f"target.tensor_parallel={parts}, another number": parts not in (1, size)}
-            _exclude(f"train.sequence_parallel={size}", {**others, "data.pack=true": self.data.pack, **unequal})
 
     def _check_schedule(self) -> None:
         train = self.train
@@ -235,13 +216,6 @@ class Recipe(Section):
                 "train.draft_length", length, f"at most {most}, the {self.drafter.type} drafter's heads"
             )
         return length
-
-
-def _exclude(key: str, others: dict[str, bool], expected: str = "one of the two") -> None:
-    """Raise ConfigError for `key` with the first of `others` that holds."""
-    other = next((name for name, holds in others.items() if holds), None)
-    if other is not None:
-        raise ConfigError(f"{key} with {other}; expected {expected}")
 
 
 def shipped_recipes() -> dict[str, str]:

@@ -7,8 +7,7 @@ from pydantic import BeforeValidator, Field
 
 from draftsmith.config import LARGEST_SEED, Count, Number, Section, no_as_written, no_truth_value
 from draftsmith.distill.losses import LOSSES
-from draftsmith.train.optimizers import OPTIMIZERS
-from draftsmith.train.schedules import SCHEDULES
+from draftsmith.train.optimizers import OPTIMIZERS, SCHEDULES
 
 MONTH = 30 * 24 * 60
 """Minutes in 30 days."""
@@ -171,8 +170,6 @@ class CotrainSection(Section):
 class PublishSection(Section):
     repo: str
     """Hub repository, user/name; created when the run starts, unless it exists."""
-    when: Literal["end", "best"] = "end"
-    """'best' also pushes each new best drafter during the run."""
     revision: str | None = None
     """Branch to push to; by default main."""
     private: bool = False

@@ -1,35 +1,33 @@
-"""Files that a run writes while it trains: metrics, checkpoints, the best drafter; averaged weights."""
+"""Files that a run writes while it trains: metrics, checkpoints, the best drafter, a tracker's; averaged weights."""
 
-from collections.abc import Iterator
+import os
+import secrets
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from draftsmith.distill.cotraining import Adapters, adapted_fingerprint
 from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.provenance import environment, model_fingerprints
-from draftsmith.storage import atomic_folder
+from draftsmith.storage import atomic_folder, write_text
 from draftsmith.train.checkpoint import (
     Progress,
     TrainState,
     load_from,
     load_state,
-    prune,
     save_state,
     trained,
 )
 from draftsmith.train.engine import Engine, reduced
-from draftsmith.train.evaluation import DrafterEvaluation
-from draftsmith.train.interrupts import Stopping
-from draftsmith.train.launch import RunContext
+from draftsmith.train.launch import TRACKER_FOLDER, RunContext
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.run_folder import (
     CHECKPOINTS,
@@ -37,31 +35,17 @@ from draftsmith.train.run_folder import (
     FINISHED,
     METRICS,
     TARGET,
-    Metrics,
+    append_metrics,
     comparable,
-    deleted_drafter,
     finish,
     read_metrics,
+    restart_metrics,
 )
 from draftsmith.train.step import Last
+from draftsmith.train.stopping import Stopping
 
-if TYPE_CHECKING:  # only some runs have them
-    from draftsmith.train.estimate.memory import MemoryEstimate
-    from draftsmith.train.publishing import Publisher
-    from draftsmith.train.trackers import Tracker
-
-
-class Original(NamedTuple):
-    """The target before adapters are added to it."""
-
-    described: dict[str, Any]
-    """See `describe_target`."""
-    fingerprints: list[str]
-
-    @classmethod
-    def of(cls, target: LoadedTarget) -> "Original":
-        described = describe_target(target.model, target.tokenizer, target.name, target.revision)
-        return cls(described, model_fingerprints(target.model))
+if TYPE_CHECKING:
+    from draftsmith.train.memory_estimate import MemoryEstimate
 
 
 class BestDrafter:
@@ -73,12 +57,12 @@ class BestDrafter:
         target: LoadedTarget,
         drafter: TrainableDrafter,
         draft_length: int,
-        original: Original,
         adapters: Adapters | None,
     ) -> None:
         self.tau, self.step, self.averaged = 0.0, 0, False
         self._recipe, self._target, self._drafter, self._draft_length = recipe, target, drafter, draft_length
-        self._original, self._adapters = original, adapters
+        self._adapters = adapters
+        self._described = describe_target(target.model, target.tokenizer, target.name, target.revision)
 
     def offer(self, step: int, result: dict[str, Any], averaged: bool = False) -> None:
         """Save the drafter when its tau is the highest so far and its target is within `cotrain.max_quality_kl`.
@@ -93,11 +77,11 @@ class BestDrafter:
 
     def save(self, quality: dict[str, Any] | None) -> None:
         """Save the current drafter; `quality`: measured on a target that is trained too, see `measure_quality`."""
-        folder, target, described = Path(self._recipe.output), self._target, self._original.described
+        folder, target, described = Path(self._recipe.output), self._target, self._described
         if self._adapters is not None:
             assert quality is not None, "an adapted target's quality is part of every evaluation"
             tensors = self._adapters.tensors()
-            own, in_float16 = (adapted_fingerprint(base, tensors) for base in self._original.fingerprints)
+            own, in_float16 = (adapted_fingerprint(base, tensors) for base in model_fingerprints(target.model))
             name = f"{target.name} with the adapter {self._recipe.name}"
             described = {**described, "name": name, "model_fingerprint": own, "quality": quality}
             described["float16_fingerprint"] = in_float16
@@ -164,8 +148,94 @@ class WeightAverage:
         self.weights = weights if self._kept else {}
 
 
-SAMPLES = 3
-"""Decoded texts that a tracker shows."""
+PROJECT = "draftsmith"
+RUN_ID = "wandb-run-id"
+"""File with wandb's id of the run, by which a later start continues it."""
+
+
+class Tracker:
+    """The run's tracker, on the main process. If it fails, it is closed with a printed line, and training continues."""
+
+    def __init__(self, context: RunContext, resumed: int | None) -> None:
+        """Open the tracker's run, or resume it.
+
+        `resumed`: the last step of the checkpoint that the run continues from; None for a new run. wandb without a key
+        and tensorboard write to the run's folder instead of the network.
+        """
+        self._accelerator, self._console = context.accelerator, context.console
+        self._name = context.recipe.tracker
+        self._open = context.accelerator.is_main_process
+        self._try("start", lambda: self._start(context.recipe, resumed))
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Log a row of `metrics.jsonl`."""
+        self._try("log", lambda: self._accelerator.log(tracker_row(row), step=row["step"]))
+
+    def close(self) -> None:
+        self._try("close", self._finish)
+
+    def _start(self, recipe: Recipe, resumed: int | None) -> None:
+        folder = Path(recipe.output) / TRACKER_FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        config = _flat(recipe.model_dump(mode="json"))
+        if self._name == "wandb":
+            if not os.environ.get("WANDB_API_KEY"):
+                os.environ.setdefault("WANDB_MODE", "offline")
+            options = {"name": recipe.name, "dir": str(folder), "id": _run_id(folder), "resume": "allow"}
+            # To store a config later, accelerate 1.10 would start an offline run again, in another folder.
+            options, config = {**options, "config": config, "allow_val_change": True}, None
+        else:  # steps after the checkpoint are logged again: tensorboard drops the old ones, wandb ignores known steps
+            options = {"purge_step": 0 if resumed is None else resumed + 1}
+            config = config if resumed is None else None
+        self._accelerator.init_trackers(PROJECT, config=config, init_kwargs={self._name: options})
+
+    def _finish(self) -> None:
+        for tracker in self._accelerator.trackers:
+            tracker.finish()
+
+    def _try(self, what: str, action: Callable[[], None]) -> None:
+        if not self._open:
+            return
+        try:
+            action()
+        except Exception as error:  # any failure: a tracker must not stop a run
+            self._open = False
+            reason = " ".join(str(error).split())
+            self._console.say(
+                f"tracker={self._name} failed to {what} ({type(error).__name__}: {reason}); training continues "
+                "without it, and metrics.jsonl holds everything"
+            )
+
+
+def _run_id(folder: Path) -> str:
+    """Return wandb's id of the run, the same each time that it is started."""
+    file = folder / RUN_ID
+    if not file.exists():
+        write_text(file, secrets.token_hex(4) + "\n")
+    return file.read_text(encoding="utf-8").strip()
+
+
+def tracker_row(row: dict[str, Any]) -> dict[str, float]:
+    """Return metrics under flat names: `train/alpha_1`, `evaluation/tau`."""
+    if "evaluation" in row:
+        kinds = {key: row[key] for key in ("evaluation", "average", "validation") if key in row}
+        by_prompt = ("tokens", "rounds")
+        return _flat({kind: {k: v for k, v in it.items() if k not in by_prompt} for kind, it in kinds.items()})
+    return {f"train/{key}": value for key, value in _flat(row).items() if key != "step"}
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Join nested keys with slashes and number lists from 1; None becomes text, which every tracker accepts."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{name}/")
+        elif isinstance(value, list):
+            flat |= {f"{name}_{index}": item for index, item in enumerate(value, 1)}
+        else:
+            flat[name] = "none" if value is None else value
+    return flat
 
 
 class Record:
@@ -183,17 +253,11 @@ class Record:
         self._saved: int | None = None
         self.progress = self._restored()
         """That of the checkpoint; None for a new run."""
-        self._metrics: Metrics | None = None
-        """On the main process."""
         if self._main:
             with self._writing(METRICS):
-                self._metrics = Metrics(self._folder, self._saved, self.progress is None or self.progress.evaluated)
+                restart_metrics(self._folder, self._saved, self.progress is None or self.progress.evaluated)
         self.meet()
-        if self._main and self._saved is not None:
-            # The run may have been killed between writing one and deleting another.
-            with self._writing(CHECKPOINTS):
-                prune(self._folder / CHECKPOINTS, self._saved, self._recipe.train.keep_checkpoints)
-        self.publisher, self._tracker = self._opened()
+        self._tracker = None if self._recipe.tracker == "none" else Tracker(context, self._saved)
 
     def _restored(self) -> Progress | None:
         """Restore the last checkpoint, or the one to continue from, and return its progress; None without one."""
@@ -210,19 +274,6 @@ class Record:
             self._console.say(f"{self._recipe.name}: continuing {source}, after step {progress.step}")
         return progress
 
-    def _opened(self) -> "tuple[Publisher | None, Tracker | None]":
-        """Build the publisher and the tracker where the recipe names them."""
-        publisher = tracker = None
-        if self._recipe.publish is not None:
-            from draftsmith.train.publishing import Publisher
-
-            publisher = Publisher(self._recipe, self._recipe.publish, self._console)
-        if self._recipe.tracker != "none":
-            from draftsmith.train.trackers import Tracker
-
-            tracker = Tracker(self._context, self._saved)
-        return publisher, tracker
-
     def _load(self, state: TrainState) -> None:
         if self._average is not None:
             self._average.load(state)
@@ -230,37 +281,29 @@ class Record:
 
     def log(self, row: dict[str, Any]) -> None:
         """Write a row to the metrics and to the tracker."""
-        if self._metrics is not None:
+        if self._main:
             with self._writing(METRICS):
-                self._metrics.write(row)
+                append_metrics(self._folder, row)
         if self._tracker is not None:
             self._tracker.log(row)
 
-    def show(self, step: int, evaluation: DrafterEvaluation, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Show decoded texts of an evaluation in the tracker."""
-        if self._tracker is not None:
-            self._tracker.show(step, evaluation.outputs[:SAMPLES], tokenizer)
-
     def offer(self, step: int, result: dict[str, Any], averaged: bool) -> None:
-        """Save the drafter if it is the best by this evaluation, and publish it where the recipe says so."""
+        """Save the drafter if it is the best by this evaluation."""
         with self._writing(DRAFTER):
             self.best.offer(step, result, averaged)
-        if self.publisher is not None and self.best.tau and self.stopping.problem is None:
-            self.publisher.keep_up(self.best.step)
 
     def checkpoint(self, step: int, last: Last, evaluated: bool, end: int | None) -> None:
         """Save a checkpoint, unless the newest one is of this step. `end`: see `Progress`."""
         if step == self._saved:
             return
         state = self._engine.state()
-        if self._metrics is not None:
+        if self._main:
             best = self.best
             progress = Progress(step, best.tau, best.step, last.alpha, last.quality_kl, evaluated, best.averaged, end)
             if self._average is not None:
                 state = replace(state, average={name: mean.cpu() for name, mean in self._average.weights.items()})
             recipe, keep = comparable(self._recipe), self._recipe.train.keep_checkpoints
             with self._writing(CHECKPOINTS):
-                self._metrics.sync()
                 save_state(self._folder / CHECKPOINTS, progress, recipe, state, keep)
         self.meet()
         self._saved = step
@@ -273,13 +316,8 @@ class Record:
         """Write the run's summary, and print what more steps would bring and where the time went.
 
         `peak`: the most bytes that this start of the run has used.
-
-        Raises:
-            DraftsmithError: on all processes, where the best drafter was deleted.
         """
-        if self._main and self.best.tau > 0 and (problem := deleted_drafter(self._recipe, self.best.step)) is not None:
-            self.stopping.problem = str(problem)
-        elif self._main:
+        if self._main:
             from draftsmith.eval.learning_curve import outlook, time_split  # the measurement: loaded at the end alone
 
             memory = {"peak_bytes": peak, "estimated_bytes": None if estimate is None else estimate.announced}

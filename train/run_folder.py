@@ -1,7 +1,6 @@
 """A run's folder: locked for one recipe, with a metrics file that has each step once."""
 
 import json
-import os
 import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,11 +10,11 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.errors import ConfigError
 from draftsmith.names import EMBEDDED
 from draftsmith.reading import dump_yaml, parse_json, parse_yaml, read_json, read_text
 from draftsmith.storage import LOCK, clear_leftovers, hold_folder, is_leftover, write_json, write_text
-from draftsmith.train.checkpoint import read_state, stored_recipes
+from draftsmith.train.checkpoint import read_state
 from draftsmith.train.learning_rates import decay_steps, warmup_steps
 from draftsmith.train.recipe import Recipe, parse_recipe
 
@@ -44,8 +43,6 @@ def check_output(recipe: Recipe) -> None:
     except (OSError, ValueError) as error:
         raise _unknown(str(folder / RECIPE), error) from error
     _require_same(recipe, stored, str(folder / RECIPE), f"output={folder} holds")
-    for place, of_checkpoint in stored_recipes(folder / CHECKPOINTS).items():  # checkpoints may have been copied here
-        _require_same(recipe, of_checkpoint, place, f"checkpoint {place} is of")
     read_metrics(folder)  # raises before anything is loaded
 
 
@@ -59,7 +56,7 @@ def check_continuation(recipe: Recipe) -> None:
 
     A run that has a checkpoint of its own no longer needs it.
     """
-    if recipe.continue_from is None or stored_recipes(Path(recipe.output) / CHECKPOINTS):
+    if recipe.continue_from is None or any((Path(recipe.output) / CHECKPOINTS).glob("step-*")):
         return
     folder = Path(recipe.continue_from).expanduser()
     key = f"continue_from={recipe.continue_from}"
@@ -158,30 +155,24 @@ def _first_difference(before: Any, now: Any, key: str = "") -> tuple[str, Any, A
     return None
 
 
-class Metrics:
-    """Writes `metrics.jsonl`, one object per line; resuming at a step drops later rows of the interrupted run."""
+def restart_metrics(folder: Path, resume_step: int | None, evaluated: bool = True) -> None:
+    """Begin `metrics.jsonl`, one object a line, with the rows up to the checkpoint that the run resumes from.
 
-    def __init__(self, folder: Path, resume_step: int | None, evaluated: bool = True) -> None:
-        """`resume_step`: step of the checkpoint that the run resumes from; None for a new run.
+    Args:
+        resume_step: step of the checkpoint; None for a new run.
+        evaluated: False where the resumed run begins with the evaluation of this step. An earlier start may have done
+            it too, and may have been killed before its next checkpoint.
+    """
+    kept = [] if resume_step is None else [row for row in read_metrics(folder) if row["step"] <= resume_step]
+    if not evaluated:
+        kept = [row for row in kept if row["step"] != resume_step or not row.keys() & {"evaluation", "ending"}]
+    write_text(folder / METRICS, "".join(json.dumps(row) + "\n" for row in kept))
 
-        `evaluated`: False where the resumed run begins with the evaluation of this step. An earlier start may have done
-        it too, and may have been killed before its next checkpoint.
-        """
-        self._path = folder / METRICS
-        kept = [] if resume_step is None else [row for row in read_metrics(folder) if row["step"] <= resume_step]
-        if not evaluated:
-            kept = [row for row in kept if row["step"] != resume_step or not row.keys() & {"evaluation", "ending"}]
-        write_text(self._path, "".join(json.dumps(row) + "\n" for row in kept))
 
-    def write(self, row: dict[str, Any]) -> None:
-        """Append a row."""
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-
-    def sync(self) -> None:
-        """Flush all rows to disk; called before a checkpoint is written, so that its rows survive a power failure."""
-        with self._path.open("a", encoding="utf-8") as file:
-            os.fsync(file.fileno())
+def append_metrics(folder: Path, row: dict[str, Any]) -> None:
+    """Add a row to the run's metrics."""
+    with (folder / METRICS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -213,27 +204,12 @@ def metrics_of(drafters: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
     return {name: rows for name, rows in metrics.items() if rows}
 
 
-def deleted_drafter(recipe: Recipe, step: int) -> DraftsmithError | None:
-    """Return the error for a best drafter, of `step`, that was deleted, or the adapter that it needs; None for none."""
-    drafter, target = Path(recipe.output) / DRAFTER, Path(recipe.output) / TARGET
-    whole = (drafter / "config.json").is_file() and any(drafter.glob("*.safetensors"))
-    if whole and (recipe.cotrain is None or (target / "adapter_config.json").is_file()):
-        return None
-    return DraftsmithError(
-        f"{drafter} was deleted: it held the best drafter, of step {step}; expected another output, to train it again"
-    )
-
-
 def is_finished(recipe: Recipe) -> bool:
-    """Return whether an earlier start has finished the run; DraftsmithError where its drafter was deleted since."""
+    """Return whether an earlier start has finished the run."""
     try:
-        summary = read_json(Path(recipe.output) / FINISHED)
-        step, tau = int(summary["best_step"]), float(summary["best_tau"])
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        return "best_step" in read_json(Path(recipe.output) / FINISHED)
+    except (OSError, ValueError, TypeError):
         return False  # a damaged file is written again
-    if tau > 0 and (problem := deleted_drafter(recipe, step)) is not None:
-        raise problem
-    return True
 
 
 def finish(folder: Path, summary: dict[str, Any]) -> None:

@@ -6,13 +6,12 @@ import torch
 
 from draftsmith.heads.base import FirstBatch, TeacherSignals, TrainableDrafter
 from draftsmith.heads.start import fit_start, frequencies, input_sizes
-from draftsmith.train.batch import Batch, batch_indices
 from draftsmith.train.data import TrainingData, token_counts
-from draftsmith.train.failed_batch import finite_rows
 from draftsmith.train.learning_rates import starts_trained
 from draftsmith.train.optimizers import Sizes
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.step import Teacher
+from draftsmith.train.step import Batch, Teacher, batch_indices
+from draftsmith.train.stopping import finite_rows
 
 TOKENS = 2048
 """Tokens of the first batch: rows of the run's first step, at least one, until there are so many."""

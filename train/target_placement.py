@@ -82,16 +82,16 @@ class Placement:
             ConfigError: for a target without a list of layers, or quantised weights.
         """
         model = target.model
+        # Of the target itself, while all weights are here: drafters are for it, not for its rounded or adapted weights.
+        vars(model)["draftsmith_fingerprints"] = model_fingerprints(model)
         if self._together > 1:  # it was loaded in parts
             from draftsmith.distill.tensor_parallel import group_of
 
             self._group = group_of(model)
-            vars(model)["draftsmith_fingerprints"] = model_fingerprints(model)
             model.base_model.register_forward_pre_hook(self._require_same_input, with_kwargs=True)
         if self._quantization is not None:
             from draftsmith.distill.quantization import quantize
 
-            vars(model)["draftsmith_fingerprints"] = model_fingerprints(model)  # drafters are for the target itself
             quantize(model, self._quantization, self._accelerator.device)
             self._move_the_rest(model, layers_of(model))
         if not self._sharded and not self._offload:
@@ -104,7 +104,6 @@ class Placement:
                 f"target.{key}=True with {type(model).__name__}; expected a decoder-only model with a list of layers "
                 "and floating-point weights"
             )
-        vars(model)["draftsmith_fingerprints"] = model_fingerprints(model)  # while all weights are here
         if self._offload:
             self.offload(model)
         else:

@@ -17,18 +17,15 @@ from draftsmith.decode.clock import PartClock
 from draftsmith.distill.cotraining import measure_quality
 from draftsmith.heads.model_config import context_limit, start_token
 from draftsmith.storage import hold_folder
-from draftsmith.train.batch import Batch, batch_indices, collate, response_tokens
 from draftsmith.train.bootstrap import compile_drafter, load_parts, make_engine, make_step, sequence_part
 from draftsmith.train.data import read_images, resample
 from draftsmith.train.engine import reduced
-from draftsmith.train.evaluation import EarlyEnd, Validation, early_end, evaluate_drafter
-from draftsmith.train.failed_batch import failure
-from draftsmith.train.interrupts import Stopping, leave
+from draftsmith.train.evaluation import early_end, evaluate_drafter, validate, validation_rows
 from draftsmith.train.launch import RunContext, make_accelerator, preflight
 from draftsmith.train.learning_rates import described, judge_rate, learning_rate, target_width, watched_steps, with_rate
 from draftsmith.train.progress import PARTS, Console, MemoryMeter, in_units
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.recorder import BestDrafter, Original, Record, WeightAverage
+from draftsmith.train.recorder import BestDrafter, Record, WeightAverage
 from draftsmith.train.run_folder import (
     DRAFTER,
     check_continuation,
@@ -39,7 +36,8 @@ from draftsmith.train.run_folder import (
     read_metrics,
 )
 from draftsmith.train.start import start_drafter
-from draftsmith.train.step import Last, StepSums
+from draftsmith.train.step import Batch, Last, StepSums, batch_indices, collate, response_tokens
+from draftsmith.train.stopping import Stopping, failure, leave
 
 
 def train(recipe: Recipe) -> Path:
@@ -82,9 +80,9 @@ def _finish_again(recipe: Recipe, folder: Path) -> None:
     console.say(f"next: {eval_command(recipe)}")
     with nullcontext() if publish is None else hold_folder("output", folder):
         if publish is not None:
-            from draftsmith.train.publishing import Publisher
+            from draftsmith.train.publishing import publish_best
 
-            Publisher(recipe, publish, console).finish()
+            publish_best(recipe, publish, console)
 
 
 def _run(recipe: Recipe, accelerator: Accelerator, folder: Path) -> None:
@@ -107,15 +105,18 @@ def _run(recipe: Recipe, accelerator: Accelerator, folder: Path) -> None:
     accelerator.end_training()
     if run.stopping.agreed is not None:
         leave(run.stopping.agreed)
-    if run.console.visible and run.record.publisher is not None:
-        run.record.publisher.finish()  # after all collective work: an upload may exceed the processes' timeout
+    if run.console.visible and recipe.publish is not None:
+        from draftsmith.train.publishing import publish_best
+
+        # After all collective work: an upload may exceed the processes' timeout.
+        publish_best(recipe, recipe.publish, run.console)
 
 
 class Run:
     """A run's models, data and progress; `train` is the loop."""
 
     def __init__(self, recipe: Recipe, accelerator: Accelerator, folder: Path) -> None:
-        from draftsmith.train.estimate.memory import announce_memory
+        from draftsmith.train.memory_estimate import announce_memory
 
         self.recipe, self.accelerator, self.folder = recipe, accelerator, folder
         self.context = context = RunContext.of(recipe, accelerator)
@@ -127,7 +128,7 @@ class Run:
         parts = load_parts(context)
         self.target, self.drafter, self.teacher = parts.target, parts.drafter, parts.teacher
         self.draft_length, self.data, self.quantization = parts.draft_length, parts.data, parts.quantization
-        model, original = self.target.model, Original.of(self.target)
+        model = self.target.model
         self.excluded = frozenset(recipe.data.exclude_rows)
         self.expect = getattr(self.teacher, "expect", None)  # of teachers that read ahead
         self.start_token = start_token(model) if model.config.is_encoder_decoder else None
@@ -142,10 +143,9 @@ class Run:
         self.engine = make_engine(recipe, accelerator, step, optimizers)
         decay, kept = recipe.train.average, context.placement.share.index == 0
         self.average = None if decay is None else WeightAverage(step, decay, kept)
-        best = BestDrafter(recipe, self.target, self.drafter, self.draft_length, original, self.adapters)
+        best = BestDrafter(recipe, self.target, self.drafter, self.draft_length, self.adapters)
         self.stopping = Stopping()
         self.record = Record(context, best, self.engine, self.average, self.stopping)
-        self.validation = Validation(context, self.engine.module, self.batch, self.stopping, self.record.meet)
         progress = self.record.progress
         self.begin, self.evaluated = (0, False) if progress is None else (progress.step, progress.evaluated)
         self.last = Last() if progress is None else progress.last
@@ -306,12 +306,13 @@ class Run:
         with it.
         """
         self.console.doing("evaluating")
-        placement, validation = self.context.placement, self.validation(self.data, step, self.last)
+        placement, module = self.context.placement, self.engine.module
+        validation = validate(self.context, module, self.data, step, self.last, batch=self.batch, record=self.record)
         if self.stopping.agreed is not None:
             return
         if validation is not None and not math.isfinite(validation["loss"]):
             values = {"step": step, "round": self.round, "validation_loss": str(validation["loss"])}
-            self._stop_at(step, self.validation.rows(self.data), values)
+            self._stop_at(step, validation_rows(self.recipe, self.data), values)
         with self.engine.gathered():
             if placement.share.index == 0:
                 results: dict[str, Any] = {} if validation is None else {"validation": validation}
@@ -336,12 +337,12 @@ class Run:
             return
         if self.accelerator.is_main_process and self.evaluated:
             decaying = self.end != settings.steps
-            found: EarlyEnd | None = early_end(self.recipe, read_metrics(self.folder), step, decaying)
+            found = early_end(self.recipe, read_metrics(self.folder), step, decaying)
         found = broadcast_object_list([found])[0]
         if found is not None:
-            self.end = found.step
-            self.record.log({"step": step, "ending": {"reason": found.reason, "last_step": found.step}})
-            self.console.say(f"  {found.reason}; the run ends after step {found.step}")
+            self.end, reason = found
+            self.record.log({"step": step, "ending": {"reason": reason, "last_step": self.end}})
+            self.console.say(f"  {reason}; the run ends after step {self.end}")
 
     def _measure(self, step: int, averaged: bool, validation: dict[str, Any] | None) -> dict[str, Any] | None:
         """Decode held-out prompts with the present weights, offer the drafter, and return its metrics.
@@ -356,7 +357,7 @@ class Run:
             self.console.doing(f"evaluating prompt {next(prompts)} of {len(self.data.heldout)}")
             return self.context.placement.any(self.stopping.received is not None)
 
-        evaluation = evaluate_drafter(
+        result = evaluate_drafter(
             self.target.model,
             self.drafter,
             self.data.heldout,
@@ -365,18 +366,13 @@ class Run:
             stop=stop,
             read_images=self.read_images,
         )
-        if evaluation is None:
-            return None
-        result = evaluation.metrics
-        if not self.accelerator.is_main_process:
+        if result is None or not self.accelerator.is_main_process:
             return result
         if self.adapters is not None:
             heldout = [prompt.input_ids for prompt in self.data.heldout]
             result["target_quality"] = measure_quality(self.target.model, heldout)
         self.console.evaluation(step, result, averaged, None if averaged else validation)
         self.record.offer(step, result, averaged)
-        if not averaged:
-            self.record.show(step, evaluation, self.target.tokenizer)
         return result
 
     def _checkpoint(self, step: int) -> None:

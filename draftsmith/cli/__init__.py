@@ -111,16 +111,16 @@ def memory(
     """Estimate the memory (and time) of a recipe in each process from the target's config, without its weights."""
     checked = checked_recipe(recipe, overrides)
     from draftsmith.distill.load_target import load_tokenizer
-    from draftsmith.train.estimate.memory import MemoryEstimate, estimate_memory
-    from draftsmith.train.estimate.time import (
+    from draftsmith.train.launch import precision, require_divisible
+    from draftsmith.train.memory_estimate import MemoryEstimate, estimate_memory
+    from draftsmith.train.recipe import load_recipe
+    from draftsmith.train.time_estimate import (
         estimate_work,
         fitting_overrides,
         fitting_sentence,
         machine_named,
         room_on,
     )
-    from draftsmith.train.launch import precision, require_divisible
-    from draftsmith.train.recipe import load_recipe
 
     require_divisible(checked, processes)
     machine, target, given = None if on is None else machine_named(on), checked.target, list(overrides or ())

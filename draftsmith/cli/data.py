@@ -116,10 +116,12 @@ def data_regenerate(
     sampled = {"turns": turns, "responses": responses, "temperature": temperature, "batch_size": batch_size}
     sampled |= {"prompt_tokens": prompt_tokens, "response_tokens": response_tokens, "server": asked}
     data = _section(given, prompts=prompts, **sampled)
-    from draftsmith.train.prepare import Loading, regenerate
+    from draftsmith.train.prepare import regenerate
+    from draftsmith.train.recipe_sections import TargetSection
 
-    loading = Loading(target, dtype, attn_implementation, trust_remote_code)
-    regenerate(loading, data, out, seed=seed, drafter=drafter)
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation}
+    section = TargetSection(model=target, trust_remote_code=trust_remote_code, **options)
+    regenerate(section, data, out, seed=seed, drafter=drafter)
     _suggest_recipe(target, out, "text", {} if data.chat_template is None else {"chat_template": data.chat_template})
 
 

@@ -14,9 +14,8 @@ from draftsmith.distill.objective import Objective
 from draftsmith.distill.quantization import agreement, quantize
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.heads.base import FINAL
-from draftsmith.train.batch import Batch, collate
 from draftsmith.train.progress import MemoryMeter
-from draftsmith.train.step import AgreementStep, Last
+from draftsmith.train.step import AgreementStep, Batch, Last, collate
 
 pytestmark = pytest.mark.gpu
 OBJECTIVES = {

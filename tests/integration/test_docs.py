@@ -40,12 +40,10 @@ from draftsmith.heads import HEADS
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.heads.configs import DRAFTERS, VocabularyOption
-from draftsmith.train.batch import Batch
 from draftsmith.train.evaluation import METRICS
-from draftsmith.train.optimizers import OPTIMIZERS
+from draftsmith.train.optimizers import OPTIMIZERS, SCHEDULES
 from draftsmith.train.recipe import Recipe, parse_recipe
-from draftsmith.train.schedules import SCHEDULES
-from draftsmith.train.step import AgreementStep, Last
+from draftsmith.train.step import AgreementStep, Batch, Last
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -105,7 +103,7 @@ def test_the_drafter_of_the_page_learns_and_decodes(extending: SimpleNamespace, 
     _require_forecast(tiny_target, again)
 
 
-IN_FILES = {"LOSSES": "distill/losses", "SCHEDULES": "train/schedules", "OPTIMIZERS": "train/optimizers"}
+IN_FILES = {"LOSSES": "distill/losses", "SCHEDULES": "train/optimizers", "OPTIMIZERS": "train/optimizers"}
 IN_FILES |= {"METRICS": "train/evaluation"}
 """Tables and the files in which they are."""
 

@@ -26,7 +26,8 @@ from draftsmith.train.run_folder import read_metrics
 DIVIDES = pytest.mark.skipif(not is_supported(), reason="this version of transformers divides no targets in groups")
 ENGINES = {
     "one": (1, {}),
-    "ddp": (2, {"ACCELERATE_USE_CPU": "true"}),
+    # The loop accumulates, whatever accelerate was told.
+    "ddp": (2, {"ACCELERATE_USE_CPU": "true", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}),
     "fsdp2": (2, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}),
     "zero2": (2, {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}),
     "zero3": (2, {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}),

@@ -1,4 +1,4 @@
-"""The recipe's section `publish`: asked for at the start, kept up with, done at the end, and never in a run's way."""
+"""The recipe's section `publish`: checked at the start, done at the end."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 from draftsmith import load_drafter
 from draftsmith.distill.load_target import load_target
 from draftsmith.errors import ConfigError, DraftsmithError
-from draftsmith.train import publishing
 from draftsmith.train import trainer as loop
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.run_folder import read_metrics
@@ -50,46 +49,6 @@ def test_at_the_end(hub: Hub, recipe_file: Path, tmp_path: Path, capfd: pytest.C
     assert "model.safetensors" in hub.repositories[REPO].files("again"), "the same run, published elsewhere too"
     for file in (tmp_path / "run").rglob("*"):
         assert not file.is_file() or TOKEN.encode() not in file.read_bytes()
-
-
-def test_every_new_best(
-    hub: Hub, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
-) -> None:
-    """Here each evaluation finds a better one, and each push is waited for; that of step 6 fails."""
-    taus = iter([1.1, 1.2, 1.3])
-    measured = loop.evaluate_drafter
-
-    def evaluate(*arguments: object, **options: object) -> object:
-        evaluation = measured(*arguments, **options)
-        return evaluation._replace(metrics={**evaluation.metrics, "tau": next(taus)})
-
-    keep_up = publishing.Publisher.keep_up
-
-    def kept_up(publisher: publishing.Publisher, best_step: int) -> None:
-        hub.fail = {"POST .*/commit/": 500} if best_step == 6 else {}
-        keep_up(publisher, best_step)
-        if best_step:
-            publisher._thread.join()
-
-    monkeypatch.setattr(loop, "evaluate_drafter", evaluate)
-    monkeypatch.setattr(publishing.Publisher, "keep_up", kept_up)
-    best = ["publish.when=best"]
-    _train(recipe_file, f"publish.repo={REPO}", *best)
-    assert _commits(hub) == ["tiny: best at step 12", "tiny: finished, best at step 12"]
-    err = capfd.readouterr().err
-    assert err.count("was not published") == 1
-    assert "answered 500" in err
-    assert [row["step"] for row in read_metrics(tmp_path / "run") if "loss" in row] == list(range(1, 13))
-    weights = hub.repositories[REPO].files()["model.safetensors"]
-    assert weights == (tmp_path / "run" / "drafter" / "model.safetensors").read_bytes()
-    assert all(count == 1 for count in hub.puts.values()), "the last push sends no weights again"
-    assert not list((tmp_path / "run").glob(".publication*"))
-    for given, again in ((REPO, False), ("user/other", True)):
-        recipe = load_recipe(str(recipe_file), [f"publish.repo={given}", *best])
-        resumed = publishing.Publisher(recipe, recipe.publish, loop.Console(False))
-        keep_up(resumed, 12)
-        assert (resumed._thread is not None) == again, "a resumed run does not push again what it has pushed"
-    resumed._thread.join()
 
 
 def test_refused_before_any_work(hub: Hub, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

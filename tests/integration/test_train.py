@@ -26,16 +26,14 @@ from transformers import (
 )
 
 from draftsmith import SpeculativeDecoder, load_drafter
-from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.distill.load_target import load_target
-from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.errors import ConfigError
 from draftsmith.train import bootstrap as drafters
 from draftsmith.train import trainer as loop
-from draftsmith.train.estimate.memory import announce_memory
+from draftsmith.train.memory_estimate import announce_memory
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.run_folder import read_metrics
 from draftsmith.train.target_placement import Placement
-from draftsmith.train.trackers import LEGEND, Sample
 
 
 def _launched(recipe: Path, *overrides: str, processes: int) -> subprocess.CompletedProcess:
@@ -247,9 +245,6 @@ def test_a_drafter_learns_from_cached_states(recipe_file: Path, tmp_path: Path) 
     assert before
     loop.train(load_recipe(str(recipe_file), [*overrides, f"output={tmp_path / 'second'}"]))
     assert before == {file: file.stat().st_mtime_ns for file in before}
-    both = ["teacher.kind=cached", "cotrain.lora_rank=2", f"output={tmp_path / 'both'}"]
-    with pytest.raises(ConfigError, match=r"teacher\.kind='cached' with cotrain"):
-        loop.train(load_recipe(str(recipe_file), both))
 
 
 TOGETHER = ("drafter={type: medusa}", "cotrain.warmup_fraction=0.1", "cotrain.lora_rank=4")
@@ -295,9 +290,8 @@ def test_two_processes_and_accumulation_give_the_same_losses(
         torch.testing.assert_close(curves[name], curves[reference], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("torn", [True, False], ids=["torn", "one bit"])
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(
-    torn: bool, recipe_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    recipe_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     recipe = load_recipe(str(recipe_file))
     loop.train(recipe)
@@ -307,7 +301,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     checkpoints = tmp_path / "run" / "checkpoints"
     weights = max(checkpoints.iterdir()) / "model.safetensors"
     whole = weights.read_bytes()
-    weights.write_bytes(whole[:100] if torn else whole[:-8] + bytes([whole[-8] ^ 1]) + whole[-7:])
+    weights.write_bytes(whole[:-8] + bytes([whole[-8] ^ 1]) + whole[-7:])
     loop.train(recipe)
     said = " ".join(capfd.readouterr().err.split())
     assert "checkpoint step-000012 cannot be read" in said
@@ -326,28 +320,6 @@ def test_a_finished_run_is_left_alone(recipe_file: Path, tmp_path: Path) -> None
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "run").rglob("*")}
     assert loop.train(recipe) == folder
     assert before == {file: file.stat().st_mtime_ns for file in (tmp_path / "run").rglob("*")}
-
-
-def test_a_drafter_that_was_deleted_is_told(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the run continues, at its end; after that, before anything is loaded."""
-    recipe, original = load_recipe(str(recipe_file), ["train.steps=2"]), loop.Run._checkpoint
-
-    def deletes(self: loop.Run, step: int) -> None:
-        original(self, step)
-        shutil.rmtree(tmp_path / "run" / "drafter")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(loop.Run, "_checkpoint", deletes)
-        with pytest.raises(
-            DraftsmithError, match=r"drafter was deleted: it held the best drafter, of step \d; expected"
-        ):
-            loop.train(recipe)
-    assert not (tmp_path / "run" / "finished.json").exists()
-    drafter = loop.train(load_recipe(str(recipe_file), ["train.steps=2", f"output={tmp_path / 'other'}"]))
-    shutil.rmtree(drafter)
-    monkeypatch.setattr(drafters, "load_target", None)
-    with pytest.raises(DraftsmithError, match="drafter was deleted"):
-        loop.train(load_recipe(str(recipe_file), ["train.steps=2", f"output={tmp_path / 'other'}"]))
 
 
 def test_bad_recipes_stop_with_one_line(recipe_file: Path, tmp_path: Path, forked: Processes) -> None:
@@ -389,25 +361,6 @@ def test_the_first_drafter_is_kept_where_no_evaluation_has_a_round(recipe_file: 
     evaluations = [row["evaluation"] for row in read_metrics(tmp_path / "run") if "evaluation" in row]
     assert [row["rounds"] for row in evaluations] == [[0] * 4] * 2
     assert (folder / "model.safetensors").is_file()
-    shutil.rmtree(folder)
-    with pytest.raises(DraftsmithError, match="was deleted: it held the best drafter, of step 0"):
-        loop.train(load_recipe(str(recipe_file), overrides))
-
-
-def test_a_sample_says_who_wrote_what(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    rounds = [
-        Round(drafted=3, depth=3, accepted=2, committed=3, overlap=(), draft_seconds=0, verify_seconds=0, seconds=0),
-        Round(drafted=3, depth=3, accepted=0, committed=1, overlap=(), draft_seconds=0, verify_seconds=0, seconds=0),
-        # The text ends with an accepted token.
-        Round(drafted=3, depth=3, accepted=1, committed=1, overlap=(), draft_seconds=0, verify_seconds=0, seconds=0),
-    ]
-    tokens = tiny_tokenizer("abcdef")["input_ids"]
-    output = DecodeOutput(tiny_tokenizer("xy")["input_ids"], tokens, rounds, 0.0, "length")
-    assert output.drafted == [False, True, True, False, False, True]
-    sample = Sample.of(output, tiny_tokenizer)
-    assert sample == Sample("xy", [("a", False), ("bc", True), ("de", False), ("f", True)])
-    assert "a<b>bc</b>de<b>f</b>" in sample.html()
-    assert "&lt;" in Sample("<", []).html()
 
 
 @pytest.mark.slow  # it builds kernels
@@ -469,7 +422,7 @@ def test_compiling_needs_a_compiler(recipe_file: Path, tmp_path: Path, monkeypat
 def test_a_run_says_what_memory_it_will_take_and_took(
     recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("draftsmith.train.estimate.memory.announce_memory", announce_memory)
+    monkeypatch.setattr("draftsmith.train.memory_estimate.announce_memory", announce_memory)
     loop.train(load_recipe(str(recipe_file), ["train.steps=2", "evaluation.count=1"]))
     said = " ".join(capsys.readouterr().err.split())
     assert re.search(
@@ -480,21 +433,3 @@ def test_a_run_says_what_memory_it_will_take_and_took(
     stored = json.loads((tmp_path / "run" / "finished.json").read_text())["memory"]
     assert stored["estimated_bytes"] > 0
     assert all(row["memory_bytes"] <= stored["peak_bytes"] for row in read_metrics(tmp_path / "run") if "loss" in row)
-
-
-@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
-def test_trackers_write_without_a_network(tracker: str, recipe_file: Path, tmp_path: Path, forked: Processes) -> None:
-    log = tmp_path / "log"
-    started = forked.start([str(recipe_file), f"tracker={tracker}", "train.steps=3"], log, 1, {})
-    assert forked.wait(started) == [0], log.read_text()[-2000:]
-    written = [file for file in (tmp_path / "run" / "tracker").rglob("*") if file.is_file()]
-    assert any("tfevents" in file.name if tracker == "tensorboard" else file.suffix == ".wandb" for file in written)
-    if tracker == "wandb":
-        (page, *_) = sorted(file for file in written if file.suffix == ".html")
-        assert LEGEND in page.read_text()
-        return
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "run" / "tracker" / "draftsmith")).Reload()
-    (text, *_) = events.Tensors("evaluation/sample_1/text_summary")
-    assert LEGEND in text.tensor_proto.string_val[0].decode()

@@ -13,10 +13,10 @@ from draftsmith.distill.dataset import hold_back
 from draftsmith.distill.objective import Objective
 from draftsmith.errors import ConfigError
 from draftsmith.train import trainer
-from draftsmith.train.batch import batch_indices
 from draftsmith.train.launch import make_accelerator
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.run_folder import read_metrics
+from draftsmith.train.step import batch_indices
 
 VALIDATED = ("drafter.type=eagle", "drafter.noise=0.2", "data.validation=5", "train.checkpoint_every=1")
 VALIDATED += ("train.keep_checkpoints=12",)

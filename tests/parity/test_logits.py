@@ -24,10 +24,9 @@ from draftsmith.eval.teacher_forced import acceptance_measure, agreement, sample
 from draftsmith.heads import HEADS
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.lm_head import logits_head, logits_map
-from draftsmith.train.batch import Batch
 from draftsmith.train.bootstrap import check_target
 from draftsmith.train.recipe import parse_recipe
-from draftsmith.train.step import AgreementStep, Last
+from draftsmith.train.step import AgreementStep, Batch, Last
 
 TINY: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4}
 TINY |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128}

@@ -14,10 +14,9 @@ from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS, unrolled_attention
 from draftsmith.heads.read_positions import SequencePart
-from draftsmith.train.batch import Batch
 from draftsmith.train.bootstrap import check_target
 from draftsmith.train.recipe import parse_recipe
-from draftsmith.train.step import AgreementStep, Last
+from draftsmith.train.step import AgreementStep, Batch, Last
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 COUNT = 3

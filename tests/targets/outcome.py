@@ -23,8 +23,7 @@ from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import EarlyExit
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.model_config import start_token
-from draftsmith.train.batch import collate
-from draftsmith.train.step import AgreementStep, Last
+from draftsmith.train.step import AgreementStep, Last, collate
 
 from .tiny import VOCAB, build, tiny_config
 from .vision import image_prompt, vision_classes, vision_config

@@ -28,8 +28,7 @@ from draftsmith.heads import HEADS, DraftModel
 from draftsmith.heads.base import Level
 from draftsmith.heads.draft_model import EarlyExit
 from draftsmith.heads.rows import Counts
-from draftsmith.train.batch import collate
-from draftsmith.train.step import AgreementStep, Last
+from draftsmith.train.step import AgreementStep, Last, collate
 
 ROUNDING = 1e-4
 """Scans are computed in float32 and summed in another order; a wrong state changes logits by more than 0.1."""

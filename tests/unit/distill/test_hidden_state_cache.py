@@ -17,7 +17,7 @@ from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads.base import FINAL, TeacherSignals
 from draftsmith.heads.hidden_states import final_states
-from draftsmith.train.batch import collate
+from draftsmith.train.step import collate
 
 LAYERS = (1, FINAL)
 CPU = torch.device("cpu")

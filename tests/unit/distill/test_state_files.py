@@ -17,7 +17,7 @@ from draftsmith.distill.state_files import FileStates, StateFiles, _own_states
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import FINAL
-from draftsmith.train.batch import collate
+from draftsmith.train.step import collate
 
 CPU = torch.device("cpu")
 DEPTH, WIDTH, VOCAB = 4, 32, 64

@@ -22,7 +22,7 @@ from draftsmith.heads.base import TeacherSignals, TrainableDrafter
 from draftsmith.heads.flat_rows import flat_rows
 from draftsmith.heads.hidden_states import document_numbers, document_positions, final_states
 from draftsmith.heads.read_positions import ReadPositions
-from draftsmith.train.batch import collate
+from draftsmith.train.step import collate
 
 Document = tuple[int, list[list[int]]]
 ROWS: list[list[Document]] = [

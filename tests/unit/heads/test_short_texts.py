@@ -11,7 +11,7 @@ from draftsmith.distill.objective import AgreementSums, Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import TrainableDrafter
-from draftsmith.train.batch import collate
+from draftsmith.train.step import collate
 
 FAMILIES = {
     "draft_model": {},

@@ -24,8 +24,7 @@ from draftsmith.heads import HEADS
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.hub.conventions import PROMPTS, Reading, readings_of, self_test_lines
 from draftsmith.hub.export import export_drafter
-from draftsmith.train.batch import collate
-from draftsmith.train.step import AgreementStep, Last
+from draftsmith.train.step import AgreementStep, Last, collate
 
 THREE = "eagle3 of three layers"
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -1,28 +1,24 @@
 """Gradients of the training step: encoder-decoder batches, and how far adapters follow the drafter."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import make_llama
 from datasets import Dataset
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import RwkvConfig, RwkvForCausalLM, T5Config, T5ForConditionalGeneration
 
 from draftsmith.distill.cotraining import Adapters, quality_kl
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.heads import HEADS, DraftModel, Medusa, TrainableDrafter
-from draftsmith.train.batch import collate
 from draftsmith.train.bootstrap import make_step
-from draftsmith.train.estimate.fake_run import LiveBytes
 from draftsmith.train.optimizers import OPTIMIZERS, Optimizers, Trained
 from draftsmith.train.progress import PARTS
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.recipe_sections import CotrainSection
-from draftsmith.train.step import AgreementStep, CotrainStep, Last
+from draftsmith.train.step import AgreementStep, CotrainStep, Last, collate
 
 CPU = torch.device("cpu")
 ROWS = Dataset.from_list(
@@ -55,38 +51,6 @@ def test_heads_that_are_read_without_gradient_first_are_trained_in_bf16(objectiv
         loss = step(collate(ROWS, [0, 1], CPU), 0.0, Last())[0]
     loss.backward()
     assert [name for name, weight in drafter.named_parameters() if weight.grad is None or not weight.grad.any()] == []
-
-
-class Rows(TorchDispatchMode):
-    """Records the rows of matrix products with a vocabulary of 97 tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: list[int] = []
-
-    def __torch_dispatch__(self, operation: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
-        if operation is torch.ops.aten.mm.default and arguments[1].shape[1] == 97:
-            self.counts.append(arguments[0].shape[0])
-        return operation(*arguments, **(options or {}))
-
-
-def test_few_numbers_of_rows_occur_in_the_heads() -> None:
-    """In bf16 on a CPU: oneDNN keeps a kernel of a megabyte for each."""
-    target = make_llama(vocab_size=97, hidden_size=16).requires_grad_(False)
-    drafter = DraftModel(make_llama(4, vocab_size=97, hidden_size=16))
-    step, generator = AgreementStep(drafter, Objective(chunk_tokens=64), OnlineTeacher(target)), torch.Generator()
-    with Rows() as rows:
-        for length in (12, 60, 75, 100):
-            ids = torch.randint(2, 90, (2, length), generator=generator.manual_seed(0)).tolist()
-            data = Dataset.from_list(
-                [{"input_ids": row, "spans": [[5, length - shorter]]} for shorter, row in enumerate(ids)]
-            )
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = step(collate(data, [0, 1], CPU), 0.0, Last())[0]
-            loss.backward()
-    counts = [count for count in rows.counts if count > 4]  # the models' passes compute logits of each row's last token
-    assert len(counts) >= 4 * 2 * 2, "both models, in several chunks"
-    assert set(counts) == {64}
 
 
 def gradients(settings: CotrainSection, done: float = 1.0, kl: float = 0.0) -> tuple[list[Tensor], list[Tensor]]:
@@ -179,17 +143,6 @@ def test_muon_takes_neither_markov_biases_nor_a_confidence_head() -> None:
     names = {id(weight): name for name, weight in drafter.named_parameters()}
     taken = {names[id(weight)].split(".")[1] for weight in muon.param_groups[0]["params"]}
     assert taken == {"fc", "layers"}
-
-
-def test_adamw_needs_no_memory_beside_its_moments() -> None:
-    drafter = Medusa.from_target(make_llama())
-    (adamw,) = optimizers(drafter, "adamw", 0.1)
-    for weight in drafter.parameters():
-        weight.grad = torch.ones_like(weight)
-    adamw.step()
-    with LiveBytes() as live:
-        adamw.step()
-    assert live.peak < max(weight.numel() * weight.element_size() for weight in drafter.parameters())
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("no", torch.float32), ("bf16", torch.bfloat16)])

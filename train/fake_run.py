@@ -6,7 +6,7 @@ also work on tensors with data.
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,10 +32,9 @@ from draftsmith.errors import DraftsmithError
 from draftsmith.heads import TrainableDrafter
 from draftsmith.heads.base import TeacherSignals
 from draftsmith.heads.read_positions import SequencePart
-from draftsmith.train.batch import Batch
 from draftsmith.train.bootstrap import check_target, make_step, new_drafter
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.step import Last, Teacher
+from draftsmith.train.step import Batch, Last, Teacher
 
 # Shapes: B sequences, T positions, S positions of the source, H hidden size, V vocabulary, F features.
 
@@ -146,22 +145,12 @@ class _StoredTeacher:
         self._layers = len(drafter.needs.layers)
 
     def signals(
-        self,
-        input_ids_BT: Tensor,
-        attention_mask_BT: Tensor,
-        mask_BT: Tensor,
-        source_BS: None = None,
-        source_mask_BS: None = None,
-        rows: Sequence[int] = (),
-        documents_BT: Tensor | None = None,
-        inputs: tuple[()] = (),
+        self, input_ids_BT: Tensor, attention_mask_BT: Tensor, mask_BT: Tensor, **others: Any
     ) -> TeacherSignals:
         weight_VH, shape, text = self.lm_head.weight, input_ids_BT.shape, (input_ids_BT, attention_mask_BT)
         hidden = weight_VH.shape[1]
         features_BTF = weight_VH.new_empty(*shape, self._layers * hidden) if self._layers else None
-        return TeacherSignals(
-            *text, weight_VH.new_empty(*shape, hidden), mask_BT, features_BTF, documents_BT=documents_BT
-        )
+        return TeacherSignals(*text, weight_VH.new_empty(*shape, hidden), mask_BT, features_BTF)
 
 
 ATEN = torch.ops.aten

@@ -18,7 +18,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.hidden_states import final_states, layer_lists
 from draftsmith.heads.model_config import layer_value
-from draftsmith.train.estimate.fake_run import (
+from draftsmith.train.fake_run import (
     LiveBytes,
     dry_step,
     marked_share,

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads.hidden_states import final_states
-from draftsmith.train.estimate.fake_run import (
+from draftsmith.train.fake_run import (
     Operations,
     dry_step,
     marked_share,
@@ -21,7 +21,7 @@ from draftsmith.train.estimate.fake_run import (
     target_of,
     without_data,
 )
-from draftsmith.train.estimate.memory import cache_bytes
+from draftsmith.train.memory_estimate import cache_bytes
 from draftsmith.train.progress import in_units
 from draftsmith.train.recipe import Recipe
 

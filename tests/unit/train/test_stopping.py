@@ -3,13 +3,12 @@
 import contextlib
 import os
 import signal
-import threading
 
 import pytest
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.train import interrupts as signals
-from draftsmith.train.interrupts import Stopping, leave
+from draftsmith.train import stopping as signals
+from draftsmith.train.stopping import Stopping, leave
 
 
 def test_handlers_come_back() -> None:
@@ -18,19 +17,6 @@ def test_handlers_come_back() -> None:
         assert [signal.getsignal(number) for number in signals.SIGNALS] != before
         raise ValueError("anything")
     assert [signal.getsignal(number) for number in signals.SIGNALS] == before
-
-
-def test_only_the_main_thread_has_handlers() -> None:
-    def enter() -> None:
-        with Stopping():
-            seen.append(signal.getsignal(signal.SIGTERM))
-
-    seen: list[object] = []
-    before = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    assert seen == [before]
 
 
 @pytest.mark.parametrize("number", signals.SIGNALS)
@@ -64,22 +50,6 @@ def test_work_that_loses_nothing_is_left_at_once() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt), stopping.at_once():
             pytest.fail("began")
-
-
-def test_the_signal_that_a_launcher_passes_on_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[int] = []
-    monkeypatch.setattr(signal, "raise_signal", ended.append)
-    clock = [100.0]
-    monkeypatch.setattr(signals.time, "monotonic", lambda: clock[0])
-    with Stopping():
-        for seconds in (0, 0.5, 0.9):
-            clock[0] = 100 + seconds
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert ended == []
-        clock[0] = 102
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert ended == [signal.SIGTERM]
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_exit_codes() -> None:
