@@ -18,6 +18,7 @@ from draftsmith.cli.options import (
     taking,
 )
 from draftsmith.errors import ConfigError
+from draftsmith.names import EMBEDDED
 
 if TYPE_CHECKING:
     from draftsmith.eval.settings import Settings
@@ -123,8 +124,10 @@ def serve(
         console.print(f"note: {note}")
     console.print(f"report: {out / 'report.md'}")
     served = ["--target", target, "--model", model]
+    served += ["--prompts", settings.prompts] if settings.prompts != EMBEDDED else []
     if baseline is None:
-        return suggest("draftsmith", "eval", "server", address, *served, "--baseline", "URL_WITHOUT_DRAFTER")
+        beside = ["--baseline", "URL_WITHOUT_DRAFTER", "--out", f"{out}-beside"]
+        return suggest("draftsmith", "eval", "server", address, *served, *beside)
     alone = "URL_WITHOUT_DRAFTER" if Path(baseline).exists() else baseline
     suggest("draftsmith", "forecast", *served, "--drafter", "FOLDER", "--server", alone, "--server", address)
 

@@ -256,12 +256,16 @@ def gguf_package() -> Any:
         raise ConfigError("format=gguf needs the package gguf; expected: pip install '.[gguf]'") from error
 
 
+PORT = 8080
+"""Of llama-server; it is named in the command, since builds differ in their default."""
+
+
 def _serving(source: Source[Any], kind: str, length: int, notes: list[str]) -> Serving:
     """Return the command that serves the export; the target is its own file where it was loaded from one."""
     target, given = shlex.quote(source.target_name), Path(source.target_name)
     own = given.suffix == ".gguf" and given.is_file()
     usage = (
-        f"llama-server -m {target if own else 'TARGET.gguf'} -md {{folder}}/{FILE} \\\n"
+        f"llama-server -m {target if own else 'TARGET.gguf'} -md {{folder}}/{FILE} --port {PORT} \\\n"
         f"  --spec-type {kind} --spec-draft-n-max {length} --metrics --alias {target}"
     )
     if not own:
@@ -273,7 +277,7 @@ def _serving(source: Source[Any], kind: str, length: int, notes: list[str]) -> S
         how = f"{command}, or {converter}" if known else converter
         notes = [f"TARGET.gguf is {source.target_name} in GGUF, with the same tokenizer: {how}.", *notes]
     notes = [*notes, "Norms and biases are in float32."]
-    return Serving("llama.cpp", usage, notes=notes, port=8080, model=source.target_name)
+    return Serving("llama.cpp", usage, notes=notes, port=PORT, model=source.target_name)
 
 
 # The tokenizer as metadata. llama.cpp knows the splitting of text before the merges by name only; sources:

@@ -80,12 +80,13 @@ def test_tau_acceptance_and_speed_of_vllm(
 ) -> None:
     """With a baseline on a second server, and again from its eval.json."""
     with Drafting("vllm").engine.running() as engine, Drafting(None).engine.running() as plain:
-        served = f"--target {folder} --model tiny"
+        served = f"--target {folder} --model tiny --prompts {prompts}"
         assert run(folder, prompts, engine, tmp_path / "one", "--baseline", plain.url) == 0
         both = f"--drafter FOLDER --server {plain.url} --server {engine.url}"
         assert capsys.readouterr().out.endswith(f"\nnext: draftsmith forecast {served} {both}\n")
         assert run(folder, prompts, plain, tmp_path / "alone") == 0
-        again = f"\nnext: draftsmith eval server {plain.url} {served} --baseline URL_WITHOUT_DRAFTER\n"
+        again = f"\nnext: draftsmith eval server {plain.url} {served} --baseline URL_WITHOUT_DRAFTER"
+        again += f" --out {tmp_path}/alone-beside\n"
         assert capsys.readouterr().out.endswith(again)
         assert run(folder, prompts, engine, tmp_path / "two", "--baseline", tmp_path / "alone") == 0
         assert capsys.readouterr().out.endswith(both.replace(plain.url, "URL_WITHOUT_DRAFTER") + "\n")
