@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -30,8 +29,6 @@ from draftsmith.storage import atomic_folder, require_writable, write_text
 from draftsmith.terminal import Terminal, markdown_environment, stage
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SHOWN = 40
-"""Tensors that are listed on the terminal."""
 USUAL_LENGTH = 3
 """Draft length of a drafter that does not store the one that it was chosen for."""
 
@@ -271,12 +268,6 @@ def servable(target: str) -> str:
 
 def show_export(exported: Exported) -> None:
     console = Terminal(soft_wrap=True)
-    table = Table("tensor", "dtype", "shape")
-    for name, (dtype, shape) in list(exported.tensors.items())[:SHOWN]:
-        table.add_row(name, dtype, " × ".join(map(str, shape)))
-    console.print(table)
-    if len(exported.tensors) > SHOWN:
-        console.print(f"… and {len(exported.tensors) - SHOWN} more tensors")
     files = sorted(str(file.relative_to(exported.folder)) for file in exported.folder.rglob("*") if file.is_file())
     console.print(f"{exported.folder}: {', '.join(files)}")
     console.print(f"{len(exported.tensors)} tensors, {exported.parameters:,} numbers, for {exported.serving.engine}")

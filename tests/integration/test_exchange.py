@@ -49,7 +49,6 @@ def test_there_and_back(
     assert (code, err) == (0, "")
     tensors = load_file(out / "model.safetensors")
     assert f"{len(tensors)} tensors, {sum(value.numel() for value in tensors.values()):,} numbers, for" in said
-    assert all(name in said for name in tensors)
     assert "README.md, config.json, model.safetensors" in said
     *_, before, last, following = said.splitlines()
     assert str(out) in before + last
