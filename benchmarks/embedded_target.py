@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from draftsmith.distill.embedded.corpus import read_modules
+from draftsmith.distill.embedded import read_modules
 from draftsmith.distill.load_target import bf16_is_fast, load_target
 from draftsmith.distill.muon import Muon
 from draftsmith.provenance import environment

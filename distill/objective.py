@@ -27,9 +27,9 @@ from draftsmith.distill.alignment import (
     align,
     at_least_float32,
     draft_rows,
+    forward_kl_and_alpha,
 )
 from draftsmith.distill.draft_weights import DraftWeights, TokenWeights
-from draftsmith.distill.fused_kl import forward_kl_and_alpha
 from draftsmith.distill.losses import (
     ACCEPTED_LENGTH,
     LOSSES,

@@ -14,8 +14,16 @@ from typing import Any, TextIO
 
 from datasets import Dataset, IterableDataset, disable_progress_bars, load_dataset, load_from_disk, logging
 
-from draftsmith.distill.images import images_in
-from draftsmith.distill.messages import ASSISTANT, SYSTEM, Message, is_messages, read_messages, read_tools, unpacked
+from draftsmith.distill.messages import (
+    ASSISTANT,
+    SYSTEM,
+    Message,
+    images_in,
+    is_messages,
+    read_messages,
+    read_tools,
+    unpacked,
+)
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.names import KNOWN, TABLES, prompts_look_local
 from draftsmith.reading import parse_json

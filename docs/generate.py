@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from typer.main import get_command
 
 from draftsmith.cli import app
-from draftsmith.distill.server.settings import ServerSection
+from draftsmith.distill.data_section import ServerSection
 from draftsmith.heads.configs import DRAFTERS
 from draftsmith.train.recipe import SECTIONS, Recipe
 

@@ -20,9 +20,8 @@ from accelerate.utils import (
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from draftsmith.distill.chat_template import template_text
-from draftsmith.distill.data_section import SELF
+from draftsmith.distill.data_section import SELF, require_client
 from draftsmith.distill.load_target import bf16_is_fast
-from draftsmith.distill.server.settings import require_client
 from draftsmith.distill.sources import EmptyConversation, conversation, read_source
 from draftsmith.errors import ConfigError
 from draftsmith.names import EMBEDDED, prompts_look_local

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.sampling import require_seed
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.data_section import DataSection
+from draftsmith.distill.data_section import DataSection, ServerSection
 from draftsmith.distill.dataset import length_statistics, read_examples
 from draftsmith.distill.detokenize import text_after
 from draftsmith.distill.load_target import load_ends, load_target, load_tokenizer
@@ -25,7 +25,6 @@ from draftsmith.distill.regeneration import (
     sampling_counts,
     target_samples,
 )
-from draftsmith.distill.server.settings import ServerSection
 from draftsmith.errors import ConfigError
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.heads.model_config import context_limit, eos_tokens

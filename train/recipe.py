@@ -10,8 +10,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from draftsmith.config import Location, Section, expected
-from draftsmith.distill.data_section import SELF, DataSection
-from draftsmith.distill.server.settings import ServerSection
+from draftsmith.distill.data_section import SELF, DataSection, ServerSection
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.configs import DRAFTERS, AnyDrafterSection
 from draftsmith.names import (

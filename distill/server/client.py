@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
-from draftsmith.distill.server.settings import KEY, ServerSection, require_client, server_key
+from draftsmith.distill.data_section import SERVER_KEY, ServerSection, require_client, server_key
 from draftsmith.errors import ConfigError, DraftsmithError, one_line, reason_of
 from draftsmith.reading import parse_json
 from draftsmith.terminal import printable
@@ -135,7 +135,7 @@ def _reason(error: Exception) -> str:
 
     if isinstance(error, openai.APIStatusError):
         reason = f"status {error.status_code} ({_shown(error, error.response.text)})"
-        return f"{reason}; expected its key in ${KEY}" if error.status_code in (401, 403) else reason
+        return f"{reason}; expected its key in ${SERVER_KEY}" if error.status_code in (401, 403) else reason
     if isinstance(error, openai.APITimeoutError | TimeoutError):
         return "no answer in time"
     if isinstance(error, openai.APIConnectionError):

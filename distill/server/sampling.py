@@ -15,20 +15,20 @@ from rich.progress import TaskID, TextColumn
 
 from draftsmith.distill.asked import Asked, question_numbers, text_seed
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.data_section import DataSection
+from draftsmith.distill.data_section import DataSection, ServerSection, require_client
 from draftsmith.distill.server.answers import (
     CHAT,
     COMPLETION,
+    KEPT,
     Accepts,
     Answer,
     AnswerReader,
+    Journal,
     NoTokens,
     prompt_fields,
     read_answer,
 )
 from draftsmith.distill.server.client import LOST, RequestFailed, ServerClient
-from draftsmith.distill.server.journal import KEPT, Journal
-from draftsmith.distill.server.settings import ServerSection, require_client
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.provenance import fingerprint
 from draftsmith.storage import cache_dir, hold_cache, writing

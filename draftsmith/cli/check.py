@@ -108,7 +108,7 @@ def _drafters(drafter: list[str] | None, server: str | None, model: str | None, 
         return checked_drafters(drafter)
     if drafter:
         raise ConfigError(f"--drafter={drafter[0]} with --server={server}; expected one of the two")
-    from draftsmith.distill.server.settings import require_address
+    from draftsmith.distill.data_section import require_address
 
     for key, address in {"server": server, "baseline": baseline}.items():
         if address is not None:

@@ -18,8 +18,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.reading import assignment, parse_json
 
 if TYPE_CHECKING:
-    from draftsmith.distill.data_section import DataSection
-    from draftsmith.distill.server.settings import ServerSection
+    from draftsmith.distill.data_section import DataSection, ServerSection
 
 data_app = typer.Typer(
     help="Preview samples, sample responses from a target, prepare a recipe's data.", no_args_is_help=True
@@ -153,7 +152,7 @@ def _server(address: str | None, drafter: str | None, options: dict[str, Any]) -
         raise ConfigError(f"--drafter {drafter} with --server; expected one of the two")
     if options["model"] is None:
         raise ConfigError("--model is missing; expected the name under which the server has the target")
-    from draftsmith.distill.server.settings import server_section
+    from draftsmith.distill.data_section import server_section
 
     extra, timeout = _json_object(options.pop("extra-body")), options.pop("timeout")
     return server_section(url=address, **options, extra_body=extra, timeout_seconds=timeout)

@@ -107,7 +107,7 @@ def serve(
     **given: Any,
 ) -> None:
     """Measure a drafter where it serves: tokens/s by number of requests; tau and acceptance from the engine."""
-    from draftsmith.distill.server.settings import server_section
+    from draftsmith.distill.data_section import server_section
     from draftsmith.eval.server.run import measure_server, server_table
     from draftsmith.eval.settings import Settings
     from draftsmith.terminal import Terminal

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from draftsmith.decode.policies import Chain
 from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.data_section import ServerSection, require_client, server_section
 from draftsmith.distill.server.answers import COMPLETION
 from draftsmith.distill.server.client import BadAnswer, ServerClient
-from draftsmith.distill.server.settings import ServerSection, require_client, server_section
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.eval.forecast.forecast import Forecast, ForecastSettings, best_of
 from draftsmith.eval.forecast.profile import ANY, CostModel, DrafterSeconds

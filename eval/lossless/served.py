@@ -8,11 +8,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.data_section import require_client
 from draftsmith.distill.detokenize import text_after
 from draftsmith.distill.load_target import load_ends, load_target, load_tokenizer
 from draftsmith.distill.server.answers import bare
 from draftsmith.distill.server.client import RequestFailed
-from draftsmith.distill.server.settings import require_client
 from draftsmith.errors import ConfigError
 from draftsmith.eval.lossless.check import (
     ALPHA,

@@ -12,13 +12,11 @@ from datasets import Dataset
 
 from draftsmith.distill.asked import Asked
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.data_section import DataSection
-from draftsmith.distill.server.answers import CUT, STOPPED, Answer, NoTokens, bare, prompt_fields
+from draftsmith.distill.data_section import DataSection, server_section
+from draftsmith.distill.server.answers import CUT, STOPPED, Answer, Journal, NoTokens, Place, bare, prompt_fields
 from draftsmith.distill.server.client import RequestFailed, ServerClient
-from draftsmith.distill.server.journal import Journal, Place
 from draftsmith.distill.server.probe import check_server
 from draftsmith.distill.server.sampling import ServerSampler, request_seed, together
-from draftsmith.distill.server.settings import server_section
 from draftsmith.errors import ConfigError
 from draftsmith.eval.lossless.draws import Done
 from draftsmith.eval.prompts import Prompt

@@ -18,12 +18,11 @@ from datasets import Dataset
 
 from draftsmith.distill.asked import Asked
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.data_section import DataSection
+from draftsmith.distill.data_section import DataSection, ServerSection, server_key
 from draftsmith.distill.server.answers import Answer, NoTokens
 from draftsmith.distill.server.client import RequestFailed, ServerClient
 from draftsmith.distill.server.probe import check_server, check_temperatures
 from draftsmith.distill.server.sampling import ServerSampler
-from draftsmith.distill.server.settings import ServerSection, server_key
 from draftsmith.errors import ConfigError, DraftsmithError, reason_of
 from draftsmith.eval.journal import BATCH, Journal, Numbers
 from draftsmith.eval.prompts import Batch, Prompt, batches

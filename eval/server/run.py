@@ -8,8 +8,8 @@ import numpy as np
 from rich.table import Table
 
 from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.data_section import ServerSection, require_client
 from draftsmith.distill.load_target import load_tokenizer
-from draftsmith.distill.server.settings import ServerSection, require_client
 from draftsmith.errors import ConfigError
 from draftsmith.eval.compare import MATTER_SERVED
 from draftsmith.eval.journal import KEPT, Journal

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draftsmith.distill.embedded import embedded_target
-from draftsmith.distill.embedded.corpus import read_modules
+from draftsmith.distill.embedded import embedded_target, read_modules
 from draftsmith.distill.load_target import load_target
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))

@@ -5,8 +5,7 @@ from collections import Counter
 import pytest
 from transformers import AutoTokenizer
 
-from draftsmith.distill.embedded import embedded_prompts, embedded_target
-from draftsmith.distill.embedded.corpus import code_of, read_modules
+from draftsmith.distill.embedded import code_of, embedded_prompts, embedded_target, read_modules
 from draftsmith.errors import ConfigError
 
 

@@ -10,6 +10,7 @@ from piece_tokenizer import make_piece_tokenizer
 
 from draftsmith.distill.asked import Asked
 from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.data_section import ServerSection, base_url, server_section
 from draftsmith.distill.server.answers import (
     CHAT,
     COMPLETION,
@@ -23,7 +24,6 @@ from draftsmith.distill.server.answers import (
 from draftsmith.distill.server.client import BadAnswer
 from draftsmith.distill.server.probe import require_related
 from draftsmith.distill.server.sampling import request_seed
-from draftsmith.distill.server.settings import ServerSection, base_url, server_section
 from draftsmith.errors import ConfigError
 
 USER = {"role": "user", "content": "ab"}

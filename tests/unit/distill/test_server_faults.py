@@ -15,12 +15,11 @@ from engine_server import FLEETING, KEY, LASTING, SLOW, Engine, answer_tokens, c
 
 from draftsmith.distill.asked import question_numbers
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.data_section import DataSection
+from draftsmith.distill.data_section import DataSection, ServerSection
 from draftsmith.distill.server import client, sampling
-from draftsmith.distill.server.journal import Journal
+from draftsmith.distill.server.answers import Journal
 from draftsmith.distill.server.probe import check_server
 from draftsmith.distill.server.sampling import ServerSampler, request_seed, server_samples
-from draftsmith.distill.server.settings import ServerSection
 from draftsmith.errors import ConfigError, DraftsmithError
 
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))]
