@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, PercentFormatter, StrMethodFormatter
@@ -115,10 +114,6 @@ def evaluation_plots(rows: Rows) -> list[Plot]:
         plots = [plot_speedup(shown, part)]
         if any(len(row["acceptance_at"]) > 1 for row in overall):
             plots.append(plot_acceptance(overall))
-        plots.append(plot_time(shown, part))
-        if len(rows) > len(overall):
-            variants = [_variant(row) for row in shown]
-            plots.append(plot_categories([row for row in rows if _variant(row) in variants], part))
         for axis in AXES:
             lines = lines_over(overall, axis)
             if any(len(line) > 1 for line in lines.values()):
@@ -180,56 +175,6 @@ def plot_acceptance(rows: Rows) -> Plot:
             axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), ncols=1 + len(own) // 13)
     axes[0].set_ylabel("accepted")
     return _done(figure, "acceptance", "Acceptance by draft position, given that all before it were accepted")
-
-
-def plot_time(rows: Rows, part: str) -> Plot:
-    """Plot a stacked bar per variant: milliseconds per committed token for drafting, verifying and the rest."""
-    figure, axis = plt.subplots(figsize=(8, 1.4 + BAR * len(rows)))
-    parts = (("draft", "#E69F00"), ("verify", "#0072B2"), ("overhead (bookkeeping)", "#7F7F7F"))
-    for place, row in enumerate(rows):
-        start, whole = 0.0, _milliseconds(row["tokens_per_second"])
-        shares = (row["draft_share"], row["verify_share"], row["overhead_share"])
-        for share, (label, colour) in zip(shares, parts, strict=True):
-            width = whole * max(0.0, share)
-            axis.barh(place, width, left=start, height=0.7, color=colour, label=label if place == 0 else None)
-            start += width
-        alone = _milliseconds(row["baseline_tokens_per_second"])
-        label = "target alone" if place == 0 else ""
-        axis.vlines(alone, place - 0.42, place + 0.42, color="black", linewidth=2, label=label)
-    axis.set_yticks(range(len(rows)), [variant_name(row, rows) for row in rows])
-    axis.invert_yaxis()
-    axis.set_xlabel("milliseconds per token")
-    axis.grid(axis="y", visible=False)
-    axis.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4)
-    return _done(figure, "time", "Time per token by phase" + part)
-
-
-def _milliseconds(tokens_per_second: float) -> float:
-    return 1000 / tokens_per_second if tokens_per_second else 0.0
-
-
-def plot_categories(rows: Rows, part: str) -> Plot:
-    """Plot a coloured table of speedups: variants in rows, categories in columns."""
-    overall = [row for row in rows if row["category"] == OVERALL]
-    categories = sorted({row["category"] for row in rows} - {OVERALL})
-    columns = [OVERALL, *categories]
-    speedups = {(_variant(row), row["category"]): row["speedup"] for row in rows}
-    grid = np.array([[speedups.get((_variant(row), column), np.nan) for column in columns] for row in overall])
-    reach = max(0.2, float(np.nanmax(np.abs(np.log2(np.maximum(grid, 0.05))))))
-    figure, axis = plt.subplots(figsize=(2.8 + 0.85 * len(columns), 1.6 + BAR * len(overall)))
-    axis.imshow(np.log2(np.maximum(grid, 0.05)), cmap="RdBu", vmin=-reach * 1.6, vmax=reach * 1.6, aspect="auto")
-    for (y, x), value in np.ndenumerate(grid):
-        if not np.isnan(value):
-            weight = "bold" if x == 0 else "normal"
-            axis.text(x, y, f"{value:.2f}x", ha="center", va="center", fontsize=8, fontweight=weight)
-    axis.set_xticks(range(len(columns)), columns, rotation=35, ha="right", rotation_mode="anchor")
-    axis.set_yticks(range(len(overall)), [variant_name(row, overall) for row in overall])
-    axis.grid(visible=False)
-    return _done(figure, "categories", "Speedup by category, blue: faster than the target alone" + part)
-
-
-def _variant(row: Row) -> tuple[str, str, float, int]:
-    return (row["drafter"], row["policy"], row["temperature"], row["batch_size"])
 
 
 Axis = Literal["draft_length", "batch_size"]

@@ -3,7 +3,7 @@
 Files may come from anyone: pydantic validates the keys that readers rely on; other keys are ignored.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -14,8 +14,7 @@ from pydantic import AfterValidator, Field, FiniteFloat, PositiveInt
 from typing_extensions import TypedDict  # pydantic cannot read typing's before Python 3.12
 
 from draftsmith.errors import ConfigError
-from draftsmith.eval.context_bins import ContextBin, by_context
-from draftsmith.eval.journal import OURS, SCHEMA, Cell, PlainSpeeds, checked
+from draftsmith.eval.journal import ACCEPTED, CORRECTION, OURS, SCHEMA, Cell, PlainSpeeds, TextRecord, checked
 from draftsmith.eval.prompts import OVERALL
 from draftsmith.eval.settings import Settings
 from draftsmith.metrics import Series, acceptance_at, alpha, as_series, intervals, speeds, speedups, summed, tau
@@ -24,6 +23,19 @@ from draftsmith.reading import read_json
 EVALUATION = "eval.json"
 Bounds = Annotated[list[FiniteFloat], Field(min_length=2, max_length=2)]
 """The lower and the upper end of an interval."""
+SHORTEST = 128
+"""Contexts below this length form the first bin; each further bin is twice as long as the one before it."""
+
+
+class ContextBin(TypedDict):
+    """Rounds whose context has at least `start` and fewer than `end` tokens."""
+
+    start: int
+    end: int
+    rounds: int
+    tau: float
+    accepted: float
+    """Share of the tested draft tokens that were accepted."""
 
 
 class DivergencePlace(TypedDict):
@@ -145,6 +157,32 @@ def row_of(
     return row
 
 
+def by_context(texts: Iterable[TextRecord]) -> list[ContextBin]:
+    """Return tau and acceptance by context length, shortest first; bins without a round are left out."""
+    counts: dict[int, list[int]] = {}
+    for text in texts:
+        length = text.prompt_tokens
+        if not length:
+            continue  # from a journal of a version that did not store it
+        for number, kinds in enumerate(text.rounds):
+            if number:  # the first string is the token that the prefill gave
+                place = (length // SHORTEST).bit_length()
+                accepted = kinds.count(ACCEPTED)
+                values = (1, len(kinds), accepted, accepted + kinds.count(CORRECTION))
+                counts[place] = [a + b for a, b in zip(counts.get(place, (0,) * 4), values, strict=True)]
+            length += len(kinds)
+    return [
+        {
+            "start": SHORTEST << place >> 1 if place else 0,
+            "end": SHORTEST << place,
+            "rounds": rounds,
+            "tau": tokens / rounds,
+            "accepted": accepted / tested if tested else 0.0,
+        }
+        for place, (rounds, tokens, accepted, tested) in sorted(counts.items())
+    ]
+
+
 def repeated_4grams(texts: list[list[int]]) -> float:
     """Return the share of 4-grams that occur earlier in the same text; repetitive text is easy to draft."""
     repeated = total = 0
@@ -263,21 +301,6 @@ class StoredEnvironment(TypedDict):
     date: str
 
 
-class StoredIdentity(TypedDict):
-    """Fingerprints of models and prompts."""
-
-    target: NotRequired[str]
-    prompts: NotRequired[str]
-    drafters: NotRequired[dict[str, str]]
-
-
-class StoredOnline(TypedDict):
-    """A measurement of a drafter that learned while it decoded, which 0.2 wrote."""
-
-    drafter: str
-    """The copy that learned: its rows are of weights that changed."""
-
-
 def _require_one_shape(series: Series) -> Series:
     grids = (series["tokens"], series["rounds"], series["seconds"], series["overlap"], series["overlaps"])
     repeats = {len(row) for grid in grids for row in grid}
@@ -295,9 +318,11 @@ class StoredEvaluation(TypedDict):
     notes: list[str]
     guards: list[Guard]
     measurements: list[Annotated[Series, AfterValidator(_require_one_shape)]]
-    identity: StoredIdentity
+    identity: dict[str, Any]
+    """Fingerprints of target, prompts and drafters."""
     server: NotRequired[list[ServerRow]]
-    online: NotRequired[StoredOnline | None]
+    online: NotRequired[dict[str, Any] | None]
+    """Of a drafter that learned while it decoded, which 0.2 wrote: its name is `drafter`."""
 
 
 def read_evaluation(path: Path) -> StoredEvaluation:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -143,19 +143,13 @@ def require_same_settings(stored: Mapping[str, Any], settings: PairSettings, out
 
     A setting that an earlier version did not store had its default; one that this version does not have was off.
     """
-    now, defaults = _plain(asdict(settings)), _plain(defaults_of(settings))
+    now, defaults = _plain(asdict(settings)), _plain(asdict(type(settings)("", {})))
     for key in (*now, *(key for key in stored if key not in now and stored[key])):
         there = stored.get(key, defaults.get(key))
         if there != now.get(key):
             raise ConfigError(
                 f"out={out} holds another {what}: {key}={there!r} there, {now.get(key)!r} here; expected another folder"
             )
-
-
-def defaults_of(settings: PairSettings) -> dict[str, Any]:
-    """Return the defaults of all settings that have one."""
-    made = {each.name: each.default_factory() for each in fields(settings) if each.default_factory is not MISSING}
-    return made | {each.name: each.default for each in fields(settings) if each.default is not MISSING}
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:

@@ -201,15 +201,15 @@ def forecast(
     """Predict acceptance, tau, speedup and the best policy of drafters without decoding with them."""
     named = checked_drafters(drafters)  # before torch is imported
     from draftsmith.eval.forecast.forecast import PLAIN, ForecastSettings
-    from draftsmith.eval.forecast.run import ForecastFiles, run, show
+    from draftsmith.eval.forecast.run import run, show
     from draftsmith.eval.forecast.served import ServedRequest
 
     settings = settings_of(ForecastSettings, given, drafters=named, max_draft_length=max_draft_length)
     served = ServedRequest(tuple(server), model, context, write) if server else None
     if served is None and (model, context, write) != (None, None, None):
         raise ConfigError("--model, --context and --write without --server; expected the addresses of servers")
-    files = ForecastFiles(profile, save_profile, served)
-    predicted = run(settings, out, files, trust_remote_code=trust_remote_code)
+    timings = (profile, save_profile, served)
+    predicted = run(settings, out, *timings, trust_remote_code=trust_remote_code)
     if as_json:
         return print_json(predicted.as_json())
     show(predicted, out)

@@ -6,7 +6,7 @@ seconds by width and batch (hardware.py) ──▶ E[tokens] / E[seconds] relati
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from transformers import PreTrainedModel
 
@@ -149,19 +149,10 @@ def forecast(
         settings,
         [row for part in parts for row in part.rows],
         best,
-        dict(zip(settings.temperatures, (part.hardware for part in parts), strict=True)),
+        {t: hardware for part in parts for t, hardware in part.hardware.items()},
         where,
         [note for part in parts for note in part.notes] + _notes(best, len(prompts)),
     )
-
-
-class _Part(NamedTuple):
-    """A forecast at one temperature."""
-
-    rows: list[ForecastRow]
-    best: list[BestPolicy]
-    hardware: CostModel
-    notes: list[str]
 
 
 def _at(
@@ -172,7 +163,8 @@ def _at(
     hardware: CostModel | dict[str, Costs],
     temperature: float,
     progress: bool,
-) -> _Part:
+) -> Forecast:
+    """Return the forecast at one temperature."""
     sampling = settings.sampling(temperature)
     length = settings.max_new_tokens
     name = f"T={temperature:g}: generating texts with the target"
@@ -204,10 +196,12 @@ def _at(
         for name, drafter in predicted.items()
         for policy, per_text in drafter.plans
     ]
-    return _Part(
+    return Forecast(
+        settings,
         rows,
         [best_of(rows, temperature, batch) for batch in settings.batch_sizes],
-        hardware,
+        {temperature: hardware},
+        {},
         [f"{name} at T={temperature:g}: {reason}" for name, drafter in predicted.items() for reason in drafter.refused]
         + [f"{UNTIMED} (T={temperature:g})."] * untimed
         + [ASSUMED.format(", ".join(dict.fromkeys(assumed)), f"{temperature:g}")] * bool(assumed),

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rich.table import Table
@@ -28,40 +28,26 @@ from draftsmith.terminal import Terminal
 IN_FORECAST = "the results are in forecast.json"
 
 
-@dataclass(frozen=True)
-class ForecastFiles:
-    """Profiles that a forecast reads or writes."""
-
-    profile: Path | None = None
-    """Seconds of another machine, used instead of measured ones."""
-    save_profile: Path | None = None
-    """File for the measured seconds of this machine."""
-    served: ServedRequest | None = None
-    """Servers that are timed instead of this machine."""
-
-    def require_writable(self) -> None:
-        """Raise ConfigError for a file that could not be written."""
-        for key, file in (("save-profile", self.save_profile), ("write", self.served and self.served.write)):
-            if file is not None:
-                require_writable_file(key, file)
-
-    def save(self, profile: CostModel) -> None:
-        """Write the measured seconds, if a file was named."""
-        if self.save_profile is not None:
-            with writing(self.save_profile, IN_FORECAST):
-                profile.save(self.save_profile)
-
-
 def run(
     settings: ForecastSettings,
     out: Path,
-    files: ForecastFiles = ForecastFiles(),
+    profile: Path | None = None,
+    save_profile: Path | None = None,
+    served: ServedRequest | None = None,
     *,
     trust_remote_code: bool = False,
 ) -> Forecast:
-    """Validate the settings, load the models, forecast, and write `forecast.json` to `out`."""
-    hardware, rows = _validated(settings, out, files)
-    files.require_writable()
+    """Validate the settings, load the models, forecast, and write `forecast.json` to `out`.
+
+    Args:
+        profile: seconds of another machine, used instead of measured ones.
+        save_profile: file for the measured seconds.
+        served: servers that are timed instead of this machine.
+    """
+    hardware, rows = _validated(settings, out, profile, save_profile, served)
+    for key, file in (("save-profile", save_profile), ("write", served and served.write)):
+        if file is not None:
+            require_writable_file(key, file)
     with hold_folder("out", out):
         session = load_session(settings, rows, trust_remote_code=trust_remote_code)
         _require_shared_passes(session, settings)
@@ -70,34 +56,34 @@ def run(
                 given = settings.drafters[name]
                 raise ConfigError(f"drafter={given}; expected memory=off: a forecast has no texts of earlier requests")
         ids = [prompt.input_ids for prompt in session.prompts]
-        if files.served is not None:
-            return _served(files, settings, session, out)
-        predicted = forecast(session.target, session.drafters, ids, settings, hardware, progress=True)
+        if served is not None:
+            predicted, measured = _served(served, settings, session)
+        else:
+            predicted = forecast(session.target, session.drafters, ids, settings, hardware, progress=True)
+            measured = predicted.hardware[settings.temperatures[0]]
         _write(predicted, out)
-        files.save(predicted.hardware[settings.temperatures[0]])
+        if save_profile is not None:
+            with writing(save_profile, IN_FORECAST):
+                measured.save(save_profile)
+        if served is not None and served.write is not None:
+            with writing(served.write, IN_FORECAST):
+                write_json(served.write, predicted.engine)
         return predicted
 
 
-def _served(files: ForecastFiles, settings: ForecastSettings, session: Session, out: Path) -> Forecast:
-    """Forecast with the seconds of servers, and write the engines' settings."""
-    assert files.served is not None
+def _served(served: ServedRequest, settings: ForecastSettings, session: Session) -> tuple[Forecast, CostModel]:
+    """Return the forecast with the seconds of servers and the engines' settings, and the seconds."""
     (drafter,) = session.drafters.values()
     if drafter.only_retrieves:
         raise ConfigError(f"--server with drafter {drafter.type!r}, which copies; expected one that predicts tokens")
-    profile = measure_servers(files.served, settings, session)
+    profile = measure_servers(served, settings, session)
     ids = [prompt.input_ids for prompt in session.prompts]
     settings = served_settings(settings, profile)
     predicted = forecast(session.target, session.drafters, ids, settings, profile, progress=True)
     predicted = served_forecast(predicted, profile)
     if not predicted.rows:
         raise ConfigError(f"servers draft more tokens than {drafter.type!r} can; expected a server with fewer")
-    predicted = replace(predicted, engine=engine_settings(predicted, drafter))
-    _write(predicted, out)
-    files.save(profile)
-    if files.served.write is not None:
-        with writing(files.served.write, IN_FORECAST):
-            write_json(files.served.write, predicted.engine)
-    return predicted
+    return replace(predicted, engine=engine_settings(predicted, drafter)), profile
 
 
 def _require_shared_passes(session: Session, settings: ForecastSettings) -> None:
@@ -119,7 +105,13 @@ def _write(predicted: Forecast, out: Path) -> None:
         raise
 
 
-def _validated(settings: ForecastSettings, out: Path, files: ForecastFiles) -> tuple[CostModel | None, PromptRows]:
+def _validated(
+    settings: ForecastSettings,
+    out: Path,
+    profile: Path | None,
+    save_profile: Path | None,
+    served: ServedRequest | None,
+) -> tuple[CostModel | None, PromptRows]:
     """Return the profile and the rows of the prompts; ConfigError for settings that cannot be forecast."""
     if not settings.drafters:
         raise ConfigError("drafter is missing; expected at least one")
@@ -129,17 +121,17 @@ def _validated(settings: ForecastSettings, out: Path, files: ForecastFiles) -> t
     require_valid(settings, counts={**several, **counts}, unique=several)
     for policy in settings.policies:  # compared for every drafter
         check_policy(policy)
-    hardware = None if files.profile is None else CostModel.load(files.profile)
-    if files.profile is not None and files.save_profile is not None:
-        raise ConfigError(f"profile={files.profile} and save-profile={files.save_profile}; expected one of the two")
-    if files.save_profile is not None and len(settings.temperatures) > 1:
+    hardware = None if profile is None else CostModel.load(profile)
+    if profile is not None and save_profile is not None:
+        raise ConfigError(f"profile={profile} and save-profile={save_profile}; expected one of the two")
+    if save_profile is not None and len(settings.temperatures) > 1:
         raise ConfigError.of(
-            "save-profile", str(files.save_profile), "one --temperature: rounds cost more when tokens are drawn"
+            "save-profile", str(save_profile), "one --temperature: rounds cost more when tokens are drawn"
         )
-    if files.served is not None:
-        if files.profile is not None:
+    if served is not None:
+        if profile is not None:
             raise ConfigError("--server with --profile; expected one of the two")
-        files.served.sections(settings)
+        served.sections(settings)
     rows = PromptRows.read(settings.prompts)
     if rows.images:
         raise ConfigError(f"prompts={settings.prompts} have images; expected prompts of text alone for a forecast")

@@ -2,19 +2,18 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.table import Table
-from rich.text import Text
 from transformers import PreTrainedModel
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sampling import Sampling
-from draftsmith.eval.lossless.draws import Done, Plan
 from draftsmith.eval.lossless.greedy import Divergence, GreedyCheck, check_greedy
-from draftsmith.eval.lossless.sampling import ALL_TOKENS, JOINT, POWER, SamplingCheck, check_sampling
+from draftsmith.eval.lossless.hypotheses import ALL_TOKENS, JOINT, POWER, SamplingCheck
+from draftsmith.eval.lossless.sampling import Done, Plan, check_sampling
 from draftsmith.eval.prompts import Prompt
 from draftsmith.eval.settings import PairSettings
 from draftsmith.heads.base import Drafter
@@ -113,7 +112,7 @@ def check(
                     arm = VariantCheck(**head, rule=rule, verdict=sampling.verdict, sampling=sampling)
                 checked.arms.append(arm)
                 keep(checked)
-    finished = Check(settings, checked.environment, checked.target_fingerprint, checked.arms, finished=True)
+    finished = replace(checked, finished=True)
     keep(finished)
     return finished
 
@@ -185,22 +184,26 @@ def sampling_table(arm: VariantCheck, sampling: SamplingCheck) -> Table:
     title = f"{arm.drafter} ({arm.policy}), rule {arm.rule}, T={arm.temperature:g}: {arm.verdict.upper()}"
     table = Table(title=title, pad_edge=False)
     table.add_column("test", no_wrap=True)
-    for name in ("n", "statistic", "p, adjusted", f"detects {POWER:.0%}", "control's p"):
+    for name in COLUMNS:
         table.add_column(name, justify="right")
-    for test, control in zip(sampling.rule.tests, sampling.control.tests, strict=True):
-        table.add_row(
-            test.name,
-            f"{test.count:,}",
-            f"{test.statistic:.4g}",
-            _mark(test.adjusted, sampling.level),
-            f"{test.detects:.2g}",
-            _mark(control.adjusted, sampling.level),
-        )
+    for cells in _rows(sampling):
+        table.add_row(*cells)
     return table
 
 
-def _mark(p_value: float, level: float) -> Text:
-    return Text(f"{p_value:.2g} *", style="bold red") if p_value < level else Text(f"{p_value:.2g}  ")
+COLUMNS = ("n", "statistic", "p, adjusted", f"detects {POWER:.0%}", "control's p")
+
+
+def _rows(sampling: SamplingCheck) -> list[list[str]]:
+    """Return the cells of the table of tests; a star marks what is rejected."""
+
+    def marked(p_value: float) -> str:
+        return f"{p_value:.2g} *" if p_value < sampling.level else f"{p_value:.2g}  "
+
+    return [
+        [t.name, f"{t.count:,}", f"{t.statistic:.4g}", marked(t.adjusted), f"{t.detects:.2g}", marked(control.adjusted)]
+        for t, control in zip(sampling.rule.tests, sampling.control.tests, strict=True)
+    ]
 
 
 def sentences(checked: Check) -> list[str]:
@@ -275,10 +278,8 @@ def report(checked: Check) -> str:
     for arm in checked.arms:
         if arm.sampling is not None:
             lines += ["", f"## Tests at T={arm.temperature:g}: {markdown(arm.drafter)}, {markdown(arm.policy)}", ""]
-            lines += [f"| test | n | statistic | p, adjusted | detects {POWER:.0%} | control's p |", "|---" * 6 + "|"]
-            for test, control in zip(arm.sampling.rule.tests, arm.sampling.control.tests, strict=True):
-                numbers = f"{test.count:,} | {test.statistic:.4g} | {test.adjusted:.2g} | {test.detects:.2g}"
-                lines.append(f"| {test.name} | {numbers} | {control.adjusted:.2g} |")
+            lines += [f"| test | {' | '.join(COLUMNS)} |", "|---" * (1 + len(COLUMNS)) + "|"]
+            lines += [f"| {' | '.join(markdown(cell.strip()) for cell in cells)} |" for cells in _rows(arm.sampling)]
     where = checked.environment
     conditions = {"target": settings.target, "drafters": ", ".join(settings.drafters.values())}
     conditions |= {"baseline": settings.baseline or "", "prompts": settings.prompts, "dtype": settings.dtype}

@@ -1,14 +1,13 @@
-"""Test sampled texts against the target's distribution, with the power of each test and a negative control.
+"""Sample texts with the decoder's rule and with a control, and test both against the target's distribution.
 
-The negative control is a deliberately lossy rule: a check that does not detect it has no power. Tail probabilities,
-the power of tests and multiple testing are in fp64, from torch's special functions.
+The control is a deliberately lossy rule: a check that does not detect it has no power.
 """
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from statistics import NormalDist
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import cycle, groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,22 +15,48 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.draws import Draws
-from draftsmith.decode.verification import RULES, Outcome, Rule, VerifyBatch, verify_batch
-from draftsmith.eval.lossless.draws import (
-    Continuations,
-    Done,
-    Plan,
-    SampledTarget,
-    Texts,
+from draftsmith.decode.sampling import Sampling
+from draftsmith.decode.sequence import DecodeOutput
+from draftsmith.decode.verification import RULES, Outcome, Rule, VerifyBatch, VerifyResult, verify_batch
+from draftsmith.errors import ConfigError
+from draftsmith.eval.lossless.hypotheses import (
+    ALL_TOKENS,
+    JOINT,
+    Sample,
+    SamplingCheck,
+    Test,
+    adjusted,
     chi_square,
-    draw_continuations,
-    draw_texts,
+    impossible_test,
+    judged,
+    summed_test,
+    uniform_test,
 )
-from draftsmith.eval.lossless.pit import PLACES, Watch
-from draftsmith.heads.draft_tree import DraftBatch
+from draftsmith.eval.lossless.probabilities import DEPTH, SampledTarget, partition, transform
+from draftsmith.eval.prompts import Prompt
+from draftsmith.heads.draft_tree import ROOT, Draft, DraftBatch
+from draftsmith.heads.model_config import context_limit
+
+# Shapes: B texts of one prompt, T tokens of each, N tokens, P positions of a draft, V vocabulary.
 
 SHARE = 0.5
 """Share of rounds in which the control verifies wrongly: a rule that is half right is harder to detect."""
+GRID = 4
+"""Pairs of u are counted in 4 x 4 cells."""
+PLACES = 5
+"""Positions of a round that are tested separately; the last one includes all later positions."""
+TESTS = PLACES + 5
+AT_ONCE = 2**20
+"""Numbers of a table over the vocabulary that are transformed at once."""
+BATCH = 64
+TEXT_TOKENS = 64
+OPEN_TOKENS = 16
+"""Most tokens of the prompt of short continuations."""
+TOLERANCE_TEXTS = 8
+"""Texts that are also read token by token, to measure the rounding of p."""
+SEEDS = 10_000_000
+"""Distance between the seeds of runs: neighbouring seeds share no random numbers."""
+Done = Callable[[int], None]
 
 
 def lossy(rule: Rule | None, seed: int = 0) -> VerifyBatch:
@@ -45,60 +70,29 @@ def lossy(rule: Rule | None, seed: int = 0) -> VerifyBatch:
     return verify_wrongly
 
 
-POWER = 0.9
-GRID = 4
-"""Pairs of u are counted in 4 x 4 cells."""
-EDGE = 1e-5
-"""Share of tokens that may pass top-k or top-p at their threshold because of rounding."""
-TESTS = PLACES + 5
-ALL_TOKENS, JOINT, IMPOSSIBLE = "all tokens, by p", "continuations", "impossible tokens"
-
-
 @dataclass(frozen=True)
-class Test:
-    """A test of the hypothesis that the texts have the target's distribution."""
+class Plan:
+    """Settings of one sampling job: prompts, sampling settings, number of tokens, and seed."""
 
-    __test__ = False  # not a test class of pytest
-
-    name: str
-    count: int
-    statistic: float
-    p_value: float
-    detects: float
-    """The deviation that it detects with probability `POWER`: of u's distribution function for KS tests, in total
-    variation of the counts for chi-squared tests, as a share of all tokens for impossible tokens."""
-    adjusted: float = 1.0
-    """The p-value after Holm's correction over all tests of this sample."""
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Texts sampled with one rule: their tests and counts."""
-
-    tests: list[Test]
+    prompts: list[Prompt]
+    sampling: Sampling
     tokens: int
-    rounds: int | None
-    """None, as for the two counts below: a server does not tell."""
-    drafted: int | None
-    accepted: int | None
-    tolerance: float
-    continued: str
-    """The prompt whose end is continued for the joint test."""
+    seed: int
 
-    def rejects(self, level: float) -> list[Test]:
-        """Return the tests that reject at `level`."""
-        return [test for test in self.tests if test.adjusted < level]
+    @property
+    def continuations(self) -> int:
+        """Number of draws of the chi-squared test."""
+        return max(200, self.tokens // 6)
 
+    @property
+    def work(self) -> int:
+        """Tokens that `draw_texts` and `draw_continuations` report as done."""
+        return self.tokens + DEPTH * self.continuations
 
-@dataclass(frozen=True)
-class SamplingCheck:
-    """Samples of the rule and of the control of the same size, and the verdict."""
-
-    verdict: Literal["lossless", "lossy", "inconclusive"]
-    level: float
-    """Probability that a lossless rule is called lossy, over all tests."""
-    rule: Sample
-    control: Sample
+    def settings(self, tokens: int) -> dict[str, Any]:
+        """Return arguments of `generate_batch`, without EOS: the number of tokens must not depend on the tokens."""
+        cuts = {"top_k": self.sampling.top_k, "top_p": self.sampling.top_p}
+        return {"temperature": self.sampling.temperature, **cuts, "max_new_tokens": tokens, "eos_token_id": None}
 
 
 def check_sampling(
@@ -108,17 +102,6 @@ def check_sampling(
     honest = sample(target, decoder, plan, level, done)
     control = sample(target, decoder, replace(plan, seed=plan.seed + 1), level, done, lossy(decoder.rule))
     return judged(honest, control, level, lossless=decoder.lossless)
-
-
-def judged(honest: Sample, control: Sample, level: float, *, lossless: bool = True) -> SamplingCheck:
-    """Return both samples with the verdict; `lossless`: whether the rule is known to be."""
-    if honest.rejects(level):
-        verdict = "lossy"
-    elif control.rejects(level) and lossless:
-        verdict = "lossless"
-    else:  # the tests are too weak at this size, or the rule is known to be lossy and was not detected
-        verdict = "inconclusive"
-    return SamplingCheck(verdict, level, honest, control)
 
 
 def sample(
@@ -135,45 +118,29 @@ def sample(
     decoder.rule = watch.watched(change)
     try:
         texts = draw_texts(p, decoder, plan, done)
-        continued = draw_continuations(p, decoder, plan, done)
+        joint = continuations_test(p, decoder, plan, level / TESTS, done)
     finally:
         decoder.rule = rule
-    tests = adjusted(_tests(texts, watch, continued, level / TESTS))
+    tests = adjusted(_tests(texts, watch, joint, level / TESTS))
     assert len(tests) == TESTS
-    return Sample(
-        tests, texts.tokens, texts.rounds, texts.drafted, texts.accepted, texts.tolerance, continued=continued.prompt
-    )
+    return Sample(tests, sum(map(len, texts.u)), texts.tolerance, texts.drafted)
 
 
-def adjusted(tests: list[Test]) -> list[Test]:
-    """Return the tests of one sample with their p-values after Holm's correction."""
-    values = holm([test.p_value for test in tests])
-    return [replace(test, adjusted=value) for test, value in zip(tests, values, strict=True)]
-
-
-def _tests(texts: Texts, watch: Watch, continued: Continuations, level: float) -> list[Test]:
-    tolerance = texts.tolerance
-    by_place = watch.by_place()
+def _tests(texts: "Texts", watch: "Watch", joint: Test, level: float) -> list[Test]:
+    tolerance, by_place = texts.tolerance, watch.by_place()
     return [
         uniform_test(ALL_TOKENS, torch.cat(texts.u), level, tolerance),
         # Relative to the p that the rule received: without rounding differences.
         uniform_test("drafted rounds, by q/p", torch.cat(by_place), level, 0.0),
         *(uniform_test(_place_name(place), u, level, 0.0) for place, u in enumerate(by_place)),
         _independent("first two of a round", torch.cat(texts.pairs), level, tolerance),
-        counted_test(JOINT, continued.counts_C, continued.expected_C, level, continued.shift),
-        impossible_test(texts.impossible, texts.tokens, texts.tolerance, level),
+        joint,
+        impossible_test(texts.impossible, sum(map(len, texts.u)), tolerance, level),
     ]
 
 
 def _place_name(place: int) -> str:
     return f"  after {place}{' or more' if place == PLACES - 1 else ''} accepted"
-
-
-def uniform_test(name: str, u: Tensor, level: float, tolerance: float) -> Test:
-    """Return the KS test of u, whose distribution may be `tolerance` from uniform."""
-    distance = ks_distance(u) if len(u) else 0.0
-    p_value = ks_p_value(distance, len(u), tolerance)
-    return Test(name, len(u), distance, p_value, ks_detects(len(u), level, POWER, tolerance))
 
 
 def _independent(name: str, pairs_n2: Tensor, level: float, tolerance: float) -> Test:
@@ -185,127 +152,202 @@ def _independent(name: str, pairs_n2: Tensor, level: float, tolerance: float) ->
     cells = (pairs_n2 * GRID).long().clamp(0, GRID - 1)
     counts = torch.bincount(cells[:, 0] * GRID + cells[:, 1], minlength=GRID**2).double()
     shift = 8 * len(pairs_n2) * (tolerance * GRID) ** 2
-    return counted_test(name, counts, torch.full_like(counts, len(pairs_n2) / GRID**2), level, shift)
+    terms = chi_square(counts, torch.full_like(counts, len(pairs_n2) / GRID**2))
+    return summed_test(name, *terms, len(pairs_n2), level, shift)
 
 
-def counted_test(name: str, counts_C: Tensor, expected_C: Tensor, level: float, shift: float) -> Test:
-    """Return the chi-squared test of counts in the cells of one table."""
-    return summed_test(name, *chi_square(counts_C, expected_C), int(counts_C.sum()), level, shift)
+@dataclass
+class Texts:
+    """Numbers of the texts of one rule: u of every token in order of falling p, and counts."""
+
+    u: list[Tensor] = field(default_factory=list)
+    pairs: list[Tensor] = field(default_factory=list)
+    impossible: int = 0
+    """Tokens to which the target assigns probability 0."""
+    drafted: int = 0
+    tolerance: float = 0.0
+    """Mean total variation between p read in one pass and p read token by token."""
+
+    def add(self, output: DecodeOutput, u_T: Tensor) -> None:
+        """Add one text and the u of its tokens."""
+        self.u.append(u_T)
+        self.pairs.append(pairs(u_T, output))
+        self.drafted += sum(record.drafted for record in output.rounds)
 
 
-def summed_test(name: str, statistic: float, freedom: int, count: float, level: float, shift: float) -> Test:
-    """Return the test of a chi-squared statistic, or of a sum of them: `detects` is then the draws' mean."""
-    p_value = chi_square_tail(statistic, freedom, shift) if freedom else 1.0
-    detects = chi_square_detects(freedom, int(count), level, POWER, shift)
-    return Test(name, int(count), statistic, p_value, detects)
+def draw_texts(target: SampledTarget, decoder: SpeculativeDecoder, plan: Plan, done: Done) -> Texts:
+    """Sample at least `plan.tokens` tokens in texts of up to 64, cycling through the prompts, and transform them."""
+    texts, v = Texts(), torch.Generator().manual_seed(plan.seed)
+    jobs = _jobs(target.model, plan)
+    for start in range(0, len(jobs), BATCH):
+        batch = jobs[start : start + BATCH]
+        prompts, seeds = [prompt for prompt, _ in batch], [seed for _, seed in batch]
+        rows, inputs = [prompt.input_ids for prompt in prompts], [prompt.inputs for prompt in prompts]
+        outputs = decoder.generate_batch(rows, inputs=inputs, seeds=seeds, **plan.settings(TEXT_TOKENS))
+        decoded = zip(prompts, outputs, strict=True)
+        for _, same in groupby(decoded, key=lambda pair: id(pair[0])):
+            of_prompt = list(same)
+            _transform(target, of_prompt[0][0], [output for _, output in of_prompt], texts, v)
+        done(sum(len(output.tokens) for output in outputs))
+    return texts
 
 
-def impossible_test(impossible: int, count: int, tolerance: float, level: float) -> Test:
-    """Test the number of tokens of probability zero, which top-k or top-p may have excluded."""
-    share = max(tolerance, EDGE)
-    critical = next(k for k in range(1, count + 2) if poisson_tail(k, count * share) < level)
-    least = next(k for k in range(critical, 100 * critical) if poisson_tail(critical, k) >= POWER)
-    p_value = poisson_tail(impossible, count * share)
-    return Test(IMPOSSIBLE, count, float(impossible), p_value, min(1.0, least / count))
+def _jobs(model: PreTrainedModel, plan: Plan) -> list[tuple[Prompt, int]]:
+    """Return prompts with a seed each, grouped by prompt, so that one pass reads a group."""
+    limit, tokens, jobs = context_limit(model.config), 0, []
+    for number, place in enumerate(cycle(range(len(plan.prompts)))):
+        prompt = plan.prompts[place]
+        jobs.append((place, plan.seed * SEEDS + number))
+        read_before = 1 if model.config.is_encoder_decoder else len(prompt.input_ids)
+        tokens += TEXT_TOKENS if limit is None else max(1, min(TEXT_TOKENS, limit - read_before))
+        if tokens >= plan.tokens:
+            return [(plan.prompts[place], seed) for place, seed in sorted(jobs)]
+    raise AssertionError("unreachable: `cycle` does not end")
 
 
-TERMS = 100
-"""Terms of the Kolmogorov series; terms after the tenth are 0 in fp64."""
+def _transform(
+    target: SampledTarget, prompt: Prompt, outputs: list[DecodeOutput], texts: Texts, v: torch.Generator
+) -> None:
+    """Transform texts of one prompt by the target's p, and add their u to `texts`."""
+    tokens_BT = torch.tensor([output.tokens for output in outputs])
+    if not texts.u:
+        sample = tokens_BT[:TOLERANCE_TEXTS]
+        p_BTV, again_BTV = (target.p(prompt, sample, width=width) for width in (None, 1))
+        texts.tolerance = float((p_BTV.double() - again_BTV.double()).abs().sum(-1).mean() / 2)
+    u_BT, none_BT = target.transformed(prompt, tokens_BT, v)
+    texts.impossible += int(none_BT.sum())
+    for output, u_T in zip(outputs, u_BT, strict=True):
+        texts.add(output, u_T)
 
 
-def kolmogorov_tail(x: float) -> float:
-    """Return P(K > x) for Kolmogorov's distribution, the limit of sqrt(n) sup |F_n - F|.
+def pairs(u_T: Tensor, output: DecodeOutput) -> Tensor:
+    """Return [n, 2]: the first two u from each round on, even if the round has only one token; without overlaps.
 
-    2 sum_k (-1)^(k-1) exp(-2 k^2 x^2), and for small x, where that converges slowly, one minus
-    sqrt(2 pi) / x sum_k exp(-(2k - 1)^2 pi^2 / (8 x^2)) (Kolmogorov 1933; Feller 1948).
+    After a pair, the next pair begins with the next round. The start of a round is known before its tokens are drawn,
+    so pairs are independent and uniform on the square. (Their number is a stopping time, which makes no difference for
+    large numbers, Anscombe 1952.) The test detects random numbers that are used twice.
     """
-    if x <= 0:
-        return 1.0
-    if x < 1:
-        series = sum(math.exp(-((2 * k - 1) ** 2) * math.pi**2 / (8 * x * x)) for k in range(1, TERMS))
-        return max(0.0, 1 - math.sqrt(2 * math.pi) / x * series)
-    return min(1.0, 2 * sum((-1) ** (k - 1) * math.exp(-2 * k * k * x * x) for k in range(1, TERMS)))
+    taken, free, start = [], 0, 1  # token 0 comes from the prefill
+    for record in output.rounds:
+        if start >= free and start + 1 < len(u_T):
+            taken.append(start)
+            free = start + 2
+        start += record.committed
+    return torch.stack([u_T[taken], u_T[[start + 1 for start in taken]]], -1)
 
 
-def _stretch(count: int) -> float:
-    """Return the factor from sup |F_n - F| of `count` values to Kolmogorov's variable (Stephens 1970).
+def continuations_test(
+    target: SampledTarget, decoder: SpeculativeDecoder, plan: Plan, level: float, done: Done
+) -> Test:
+    """Sample the first `DEPTH` tokens after one prompt many times, and test them against their exact probabilities.
 
-    At ten values the tail below 0.1 is accurate to 0.001, and the middle is too high by up to 0.025.
+    A stopping criterion ends the texts, so that drafts have their full length: the decoder expects longer texts.
     """
-    return math.sqrt(count) + 0.12 + 0.11 / math.sqrt(count)
+    prompt = _open_end(target, plan.prompts)
+    count = plan.continuations
+    cells = partition(lambda strings: target.p_after(prompt, strings), count)
+    read_before = 1 if target.model.config.is_encoder_decoder else len(prompt.input_ids)
+    length = read_before + DEPTH
+    criteria = [lambda ids, *_: torch.full((len(ids),), ids.shape[1] >= length)]
+    first, drawn = plan.seed * SEEDS + SEEDS // 2, list[list[int]]()  # after all seeds of the texts
+    for start in range(0, count, BATCH):
+        rows = [prompt.input_ids] * min(BATCH, count - start)
+        settings = {**plan.settings(TEXT_TOKENS), "stopping_criteria": criteria}
+        outputs = decoder.generate_batch(rows, inputs=[prompt.inputs] * len(rows), seeds=first + start, **settings)
+        drawn += [output.tokens for output in outputs]
+        done(DEPTH * len(rows))
+    statistic, freedom, shift = cells.compared(drawn, lambda strings: target.p_after(prompt, strings, width=1))
+    return summed_test(JOINT, statistic, freedom, count, level, shift)
 
 
-def ks_distance(values: Tensor) -> float:
-    """Return sup |F_n(u) - u| of values in [0, 1]."""
-    ordered, count = values.double().sort().values, len(values)
-    ranks = torch.arange(count + 1, dtype=torch.float64, device=ordered.device) / count
-    return max(0.0, float((ranks[1:] - ordered).max()), float((ordered - ranks[:-1]).max()))
+def _open_end(target: SampledTarget, prompts: list[Prompt]) -> Prompt:
+    """Return the end of a prompt after which the next token has the highest entropy: the test sees most there.
 
-
-def ks_p_value(distance: float, count: int, tolerance: float = 0.0) -> float:
-    """Return the p-value of a KS distance of `count` values whose distribution is within `tolerance` of uniform."""
-    return kolmogorov_tail(_stretch(count) * (distance - tolerance)) if count else 1.0
-
-
-def ks_detects(count: int, level: float, power: float, tolerance: float = 0.0) -> float:
-    """Return the smallest sup |F(u) - u| that a KS test at `level` detects with probability `power`, for any F.
-
-    At the supremum F_n is a binomial share, whose standard deviation is at most 1 / (2 sqrt n).
+    It is short because every draw reads it again.
     """
-    if not count:
-        return 1.0
-    critical = _solve(kolmogorov_tail, level, 10.0) / _stretch(count)
-    return min(1.0, critical + tolerance + NormalDist().inv_cdf(power) / (2 * math.sqrt(count)))
+    limit = None if target.model.config.is_encoder_decoder else context_limit(target.model.config)
+    if limit is not None and limit <= DEPTH:
+        raise ConfigError(f"target with a context of {limit}; expected more than {DEPTH}, for a short continuation")
+    length = OPEN_TOKENS if limit is None else min(OPEN_TOKENS, limit - DEPTH)
+    # A prompt with images stays whole.
+    ends = [prompt if prompt.inputs else replace(prompt, input_ids=prompt.input_ids[-length:]) for prompt in prompts]
+    entropies = [float(torch.special.entr(target.p_after(end, [()]).double()).sum()) for end in ends]
+    return ends[max(range(len(ends)), key=entropies.__getitem__)]
 
 
-def chi_square_tail(x: float, freedom: int, noncentrality: float = 0.0) -> float:
-    """Return P(X > x) for a (noncentral) chi-squared X: a Poisson mixture of central ones."""
-    if x <= 0:
-        return 1.0
-    half = noncentrality / 2
-    reach = int(half + 12 * math.sqrt(half) + 20) if half else 0
-    counts = torch.arange(reach + 1, dtype=torch.float64)
-    weights = torch.exp(torch.xlogy(counts, torch.full_like(counts, half)) - half - torch.lgamma(counts + 1))
-    tails = torch.special.gammaincc(freedom / 2 + counts, torch.full_like(counts, x / 2))
-    return min(1.0, float((weights * tails).sum()))
+@dataclass
+class Watch:
+    """Wraps a rule and records u of every token that it emits, by q/p, under the p that it received.
 
-
-def chi_square_detects(freedom: int, count: int, level: float, power: float, noncentrality: float = 0.0) -> float:
-    """Return the total variation that a chi-squared test of `count` draws at `level` detects with probability `power`.
-
-    The noncentrality n sum d^2 / p is at least n (sum |d|)^2 = 4 n TV^2 (Cauchy-Schwarz), so any deviation of that
-    total variation is detected at least as often. `noncentrality`: the one that the null hypothesis allows.
+    The u are stored by the token's place in its round, so that an error in the bonus token alone is not averaged out.
+    Splitting by place is valid; splitting by outcome is not, since accepted tokens are more often tokens with a high q.
+    A token has place i if its round had accepted i tokens before it. If the round ended earlier, the token was drawn in
+    a later round, from p given all earlier tokens; over both cases it is drawn from p, because the decoder is lossless;
+    hence it is also drawn from p in the first case. And q after the accepted tokens, or the candidates chosen there,
+    are determined by these tokens before the next one is drawn. So u is uniform at every place for any lossless rule.
+    (A separate test checks that p is the target's own.)
     """
-    if not (freedom and count):
-        return 1.0
-    critical = _solve(
-        lambda x: chi_square_tail(x, freedom, noncentrality), level, 10.0 * (freedom + noncentrality + 10)
-    )
-    wanted = _solve(lambda x: 1 - chi_square_tail(critical, freedom, x), 1 - power, 10.0 * critical)
-    return min(1.0, math.sqrt(wanted / (4 * count)))
+
+    rule: Rule | None
+    seed: int
+    _u: list[list[float]] = field(default_factory=lambda: [[] for _ in range(PLACES)])
+    _waiting: list[tuple[Tensor, Tensor, int, int]] = field(default_factory=list)
+    """p, q, token and place of tokens that are not transformed yet; a batch is much cheaper than single tokens."""
+
+    def __post_init__(self) -> None:
+        self._v = torch.Generator().manual_seed(self.seed)
+
+    def watched(self, change: VerifyBatch | None = None) -> Rule:
+        """Return the rule to use in a decoder; `change` replaces the verification."""
+        change = partial(verify_batch, self.rule) if change is None else change
+        return Rule("watched", partial(self._watch, change), lambda draft: True, "any draft")
+
+    def _watch(self, verify: VerifyBatch, p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
+        outcome = verify(p_BPV, draft, draws)
+        for row, values in enumerate(outcome.packed().tolist()):
+            whole = Draft(tuple(draft.tokens_BN[row].tolist()), draft.parents)  # none of the paths has invalid nodes
+            q = tuple(q_BV[row] for q_BV in draft.q) if draft.drawn else None
+            self._add(p_BPV[row], whole, q, outcome.result(values, whole))
+        return outcome
+
+    def _add(self, p_PV: Tensor, draft: Draft, q: tuple[Tensor, ...] | None, result: VerifyResult) -> None:
+        """Keep the emitted tokens with their p and q; `q`: that of each drawn node."""
+        tokens = [*(draft.tokens[node] for node in result.path), result.next_token]
+        for place, (node, token) in enumerate(zip([ROOT, *result.path], tokens, strict=True)):
+            p_V = p_PV[node + 1]
+            self._waiting.append((p_V, _q(p_V, draft, q, node), token, min(place, PLACES - 1)))
+        if len(self._waiting) * p_PV.shape[1] >= AT_ONCE:
+            self._transform()
+
+    def by_place(self) -> list[Tensor]:
+        """Return u by place, in fp64; the last place includes all later ones."""
+        self._transform()
+        return [torch.tensor(u, dtype=torch.float64) for u in self._u]
+
+    def _transform(self) -> None:
+        if not self._waiting:
+            return
+        rows_p, rows_q, tokens, places = zip(*self._waiting, strict=True)
+        self._waiting = []
+        p_NV, q_NV = torch.stack(rows_p).double(), torch.stack(rows_q).double()
+        score_NV = (q_NV / p_NV).nan_to_num(0.0, posinf=0.0)
+        v_N = torch.rand(len(tokens), generator=self._v, dtype=torch.float64).to(p_NV.device)
+        u_N = transform(p_NV, torch.tensor(tokens, device=p_NV.device), v_N, score_NV)
+        for place, u in zip(places, u_N.tolist(), strict=True):
+            self._u[place].append(u)
 
 
-def poisson_tail(count: int, mean: float) -> float:
-    """Return P(X >= count) for a Poisson X."""
-    if count <= 0:
-        return 1.0
-    return float(torch.special.gammainc(*torch.tensor([count, mean], dtype=torch.float64)))
+def _q(p_V: Tensor, draft: Draft, q: tuple[Tensor, ...] | None, node: int) -> Tensor:
+    """Return the numerator [V] of the score q/p after `node`.
 
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values adjusted for multiple testing: rejecting below a level errs at most that often (Holm 1979)."""
-    order = sorted(range(len(p_values)), key=p_values.__getitem__)
-    adjusted, highest = [0.0] * len(p_values), 0.0
-    for rank, place in enumerate(order):
-        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[place]))
-        adjusted[place] = highest
-    return adjusted
-
-
-def _solve(falling: Callable[[float], float], value: float, high: float) -> float:
-    """Return where a function that falls on [0, high] has `value`, by bisection."""
-    low = 0.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if falling(middle) > value else (low, middle)
-    return high
+    For chosen draft tokens, candidates come before all other tokens; without draft tokens, the order is that of p.
+    """
+    below = draft.children[node + 1]
+    if not below:
+        return p_V * p_V
+    if q is not None:
+        return q[below[0]]
+    q_V = torch.zeros_like(p_V)
+    candidates = [draft.tokens[child] for child in below]
+    q_V[candidates] = p_V[candidates]
+    return q_V

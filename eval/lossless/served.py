@@ -23,11 +23,22 @@ from draftsmith.eval.lossless.check import (
     VariantCheck,
     greedy_verdict,
 )
-from draftsmith.eval.lossless.draws import String
 from draftsmith.eval.lossless.greedy import Divergence, GreedyCheck
-from draftsmith.eval.lossless.served_answers import AT_ONCE, Request, Said, ServedModel, filled, seen_before
-from draftsmith.eval.lossless.served_reference import PENALTY, Baseline, Local, Reference, string
-from draftsmith.eval.lossless.served_tests import check_samples
+from draftsmith.eval.lossless.hypotheses import Drawn, Sample, SamplingCheck, String, adjusted, judged
+from draftsmith.eval.lossless.served_answers import (
+    AT_ONCE,
+    PENALTY,
+    Baseline,
+    Local,
+    Reference,
+    Request,
+    Said,
+    ServedModel,
+    Tests,
+    filled,
+    seen_before,
+    string,
+)
 from draftsmith.eval.prompts import Prompt, PromptRows
 from draftsmith.eval.server.measure import CounterRoutes
 from draftsmith.heads.model_config import context_limit
@@ -51,6 +62,8 @@ LONGEST_CONTEXT = 8192
 LEFT = (8, 5)
 """Tokens that prompts leave of the context: drafts end at different places before its end."""
 STOP_CHARACTERS = 3
+CONTROL = 4
+"""One in so many of the control's answers is the greedy one."""
 
 
 @dataclass
@@ -222,6 +235,21 @@ class ServedCheck:
         return tuple(map(ord, bare(text_after(self.server.chat.tokenizer, prompt.input_ids, first))))
 
 
+def check_samples(
+    drawn: Drawn, greedy: Sequence[String], level: float, tests: Tests, tolerance: float
+) -> SamplingCheck:
+    """Apply the tests to a sample and to its control; `greedy`: by context, its greedy continuation."""
+    control = [
+        [own if number % CONTROL == 0 else text for number, text in enumerate(texts)]
+        for texts, own in zip(drawn, greedy, strict=True)
+    ]
+    honest, control = (
+        Sample(adjusted(tests(texts, level)), sum(len(text) for of_context in texts for text in of_context), tolerance)
+        for texts in (drawn, control)
+    )
+    return judged(honest, control, level)
+
+
 def check_server(
     settings: CheckSettings,
     rows: PromptRows,
@@ -254,7 +282,8 @@ def check_server(
         folder = Path(stack.enter_context(TemporaryDirectory())) if out is None else out
         files = folder / "answers.jsonl", folder / "answers-baseline.jsonl"
         asked = (url, model, settings, chat, prompts, files[0])
-        server = stack.enter_context(ServedModel.connect(*asked))
+        server = ServedModel.connect(*asked)
+        stack.enter_context(server.journal)
         if settings.baseline is None:
             loaded = load_target(
                 settings.target,
@@ -265,7 +294,8 @@ def check_server(
             reference, identity = Local(loaded, chat, settings.seed), model_fingerprint(loaded)
         else:
             other = (settings.baseline, model, settings, chat, prompts, files[1])
-            reference, identity = Baseline(stack.enter_context(ServedModel.connect(*other))), settings.target
+            reference, identity = Baseline(ServedModel.connect(*other)), settings.target
+            stack.enter_context(reference.server.journal)
         limit = min((n for n in (server.context, context_limit(config)) if n is not None), default=None)
         prompts = [
             p for p in prompts if server.expressible(p.input_ids) and (limit is None or len(p.input_ids) < limit)

@@ -1,24 +1,36 @@
-"""Ask a running server for the continuations of a check; answers are stored, so that a killed check continues."""
+"""The continuations of a server, and the references that they are compared with: the target, or another server.
+
+Answers are stored, so that a check that was killed continues.
+"""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
+import torch
 from datasets import Dataset
+from torch import Tensor
+from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
-from draftsmith.distill.asked import Asked
+from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.decode.sampling import Sampling
+from draftsmith.distill.asked import Asked, text_seed
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.data_section import DataSection, server_section
+from draftsmith.distill.detokenize import text_after
 from draftsmith.distill.server.answers import CUT, STOPPED, Answer, Journal, NoTokens, Place, bare, prompt_fields
 from draftsmith.distill.server.client import RequestFailed, ServerClient
 from draftsmith.distill.server.probe import check_server
 from draftsmith.distill.server.sampling import ServerSampler, request_seed, together
 from draftsmith.errors import ConfigError
-from draftsmith.eval.lossless.draws import Done
+from draftsmith.eval.lossless.greedy import Adjust, Divergence, divergences
+from draftsmith.eval.lossless.hypotheses import Drawn, String, Test, sample_tests
+from draftsmith.eval.lossless.probabilities import ExactTests, SampledTarget
+from draftsmith.eval.lossless.sampling import BATCH, Done
 from draftsmith.eval.prompts import Prompt
 from draftsmith.eval.settings import PairSettings
 
@@ -28,6 +40,8 @@ UNCHANGED = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """Fields with which vLLM, SGLang and llama-server sample from the whole distribution; their defaults may not."""
 WITH_TOKENS = {"verbose": True, "return_tokens": True}
 """Fields with which llama-server returns token ids."""
+PROBED = 96
+"""Longest answer of a request that names no length."""
 
 
 @dataclass(frozen=True)
@@ -59,20 +73,11 @@ class Said:
 
 
 class ServedModel:
-    """A server that continues prompts, as a context manager that holds the file of its answers."""
+    """A server that continues prompts; `journal`, a context manager, holds the file of its answers."""
 
     def __init__(self, sampler: ServerSampler, context: int | None, journal: Journal, ends: frozenset[int]) -> None:
         self.sampler, self.context, self.chat = sampler, context, sampler.chat
-        self._journal, self._ends = journal, ends
-
-    def __enter__(self) -> Self:
-        self._journal.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._journal.__exit__(kind, error, trace)
+        self.journal, self._ends = journal, ends
 
     @classmethod
     def connect(
@@ -124,7 +129,7 @@ class ServedModel:
             RequestFailed: for a request that is refused, or not answered after all retries.
             ServerUnusable: if no request would be answered.
         """
-        pending = [request for request in requests if request.place not in self._journal]
+        pending = [request for request in requests if request.place not in self.journal]
         if pending:
             asyncio.run(self._complete(pending, at_once, done))
         return [self._read(request) for request in requests]
@@ -141,7 +146,7 @@ class ServedModel:
                 except NoTokens as error:
                     raise RequestFailed(f"{client.url}: prompts {error}") from error
                 self._require_sense(answer)
-                self._journal.add(request.place, answer)
+                self.journal.add(request.place, answer)
                 done(request.tokens)
 
         async with ServerClient(self.sampler.server) as client:
@@ -156,20 +161,11 @@ class ServedModel:
             raise ConfigError(f"{where} answers without a token; expected as many as it is asked for")
 
     def _read(self, request: Request) -> Said:
-        answer = self._journal.get(request.place)
+        answer = self.journal.get(request.place)
         assert answer is not None, "every request was answered"
-        return said(answer.text, answer.tokens, self._ends, ended=answer.finish == STOPPED and bool(self._ends))
-
-
-PROBED = 96
-"""Longest answer of a request that names no length."""
-
-
-def said(text: str, tokens: list[int] | None, ends: frozenset[int], *, ended: bool) -> Said:
-    """Return a continuation from a text and its tokens, of which the last may be the one that ended it."""
-    if tokens and tokens[-1] in ends:
-        return Said(bare(text), tokens[:-1], True)
-    return Said(bare(text), tokens, ended)
+        if answer.tokens and answer.tokens[-1] in self._ends:
+            return Said(bare(answer.text), answer.tokens[:-1], True)
+        return Said(bare(answer.text), answer.tokens, answer.finish == STOPPED and bool(self._ends))
 
 
 async def _with_fields(
@@ -205,3 +201,183 @@ def filled(prompts: Sequence[Prompt], length: int) -> list[int]:
     """Return the prompts' tokens one after another, repeated up to a length."""
     every = list(chain.from_iterable(prompt.input_ids for prompt in prompts))
     return (every * (1 + length // len(every)))[:length]
+
+
+PENALTY = "repetition_penalty"
+"""Field of a request in vLLM and SGLang, whose meaning is transformers'."""
+WARM, DRAWS, SEEN = 0.1, 64, 2
+"""A token that the baseline draws `SEEN` times in `DRAWS` at this temperature is a near tie."""
+WARM_GAP = 0.35
+"""Difference of logits at which a token is drawn twice in 64 at this temperature, beside one other."""
+JUDGED = 1000
+"""First number of the places of these draws in the journal."""
+
+
+Tests = Callable[[Drawn, float], list[Test]]
+"""Returns the tests of a sample at a level for all of them together."""
+
+
+def string(text: Said, end: int, *, tokens: bool) -> String:
+    """Return a continuation as a tuple of tokens, or of characters, with `end` after it if it has ended."""
+    whole = text.tokens if tokens and text.tokens is not None else map(ord, text.text)
+    return (*whole, *([end] if text.ended else []))
+
+
+@dataclass(frozen=True)
+class Local:
+    """The loaded target, as the reference of a server's answers."""
+
+    model: PreTrainedModel
+    chat: Chat
+    seed: int
+
+    def say(self, requests: Sequence[Request]) -> list[Said]:
+        """Return its own greedy continuations."""
+        return [self._said(request.prompt, self._decode(request)) for request in requests]
+
+    def _decode(self, request: Request, ignored: int = 0) -> list[int]:
+        """Return the target's own text; `ignored`: prompt tokens that a repetition penalty does not count."""
+        penalty = _penalty(request, ignored)
+        output = SpeculativeDecoder(self.model).generate(
+            request.prompt,
+            max_new_tokens=request.tokens,
+            eos_token_id=sorted(self.chat.ends) or None,
+            logits_processor=[] if penalty is None else [penalty],
+        )
+        return output.tokens
+
+    def _said(self, prompt: list[int], tokens: list[int]) -> Said:
+        ended = bool(tokens) and tokens[-1] in self.chat.ends
+        shown = tokens[:-1] if ended else tokens
+        return Said(bare(text_after(self.chat.tokenizer, prompt, shown)), shown, ended)
+
+    def differences(self, request: Request, theirs: Said, own: Said, slack: float = 0.0) -> list[Divergence]:
+        """Return where an answer is not its own, judged; `slack`: a gap of logits that is no bug."""
+        found = self._differences(request, theirs, own, slack, 0)
+        if PENALTY in request.fields and any(each.kind == "bug" for each in found):
+            length = len(request.prompt)  # some engines penalise the tokens of the answer only
+            again = self._said(request.prompt, self._decode(request, length))
+            other = self._differences(request, theirs, again, slack, length)
+            return found if any(each.kind == "bug" for each in other) else other
+        return found
+
+    def _differences(self, request: Request, theirs: Said, own: Said, slack: float, ignored: int) -> list[Divergence]:
+        prompt, penalty = Prompt(f"#{request.place[1] + 1}", "", request.prompt), _penalty(request, ignored)
+        tokens, alone, ended, ends = theirs.tokens, list(own.tokens or ()), own.ended, sorted(self.chat.ends)[:1]
+        if tokens is None:
+            if theirs.text == own.text:
+                return []
+            tokens, alone = _retold(self.chat, request.prompt, alone, theirs.text)
+            ended = False
+        elif theirs.ended:
+            tokens = [*tokens, *ends]
+        how = {} if penalty is None else {"adjust": _adjusted(penalty, request.prompt)}
+        return divergences(self.model, prompt, tokens, [*alone, *(ends if ended else [])], slack=slack, **how)
+
+    def tests(
+        self, requests: list[list[Request]], greedy: Sequence[String], sampling: Sampling, *, tokens: bool
+    ) -> tuple[Tests, float]:
+        """Return tests of answers to sampled requests, by context, and the tolerance of p.
+
+        Args:
+            greedy: by context, the server's greedy continuation.
+            tokens: the server returns tokens; otherwise texts are compared.
+        """
+        if tokens:
+            contexts = [Prompt(f"#{of[0].place[1] + 1}", "", of[0].prompt) for of in requests]
+            target = SampledTarget(self.model, sampling, self.chat.ends)
+            exact = ExactTests(target, contexts, requests[0][0].tokens, self.seed)
+            tolerance = exact.tolerance(greedy)
+            return partial(exact, tolerance), tolerance
+        decoder, drawn = SpeculativeDecoder(self.model), []
+        for of_context in requests:
+            texts = []
+            for start in range(0, len(of_context), BATCH):
+                part = of_context[start : start + BATCH]
+                outputs = decoder.generate_batch(
+                    [request.prompt for request in part],
+                    max_new_tokens=part[0].tokens,
+                    eos_token_id=sorted(self.chat.ends) or None,
+                    seeds=[text_seed(self.seed, *request.place) for request in part],
+                    temperature=sampling.temperature,
+                    top_k=sampling.top_k,
+                    top_p=sampling.top_p,
+                )
+                texts += [self._said(part[0].prompt, output.tokens) for output in outputs]
+            drawn.append([string(text, -1, tokens=False) for text in texts])
+        return partial(sample_tests, drawn, False), 0.0
+
+
+def _penalty(request: Request, ignored: int) -> RepetitionPenaltyLogitsProcessor | None:
+    rate = request.fields.get(PENALTY)
+    return None if rate is None else RepetitionPenaltyLogitsProcessor(rate, prompt_ignore_length=ignored or None)
+
+
+def _adjusted(penalty: RepetitionPenaltyLogitsProcessor, prompt: list[int]) -> Adjust:
+    def adjust(logits_TV: Tensor, tokens: list[int]) -> Tensor:
+        rows = []
+        for place, row_V in enumerate(logits_TV):
+            text = torch.tensor([[*prompt, *tokens[:place]]], device=logits_TV.device)
+            rows.append(penalty(cast(torch.LongTensor, text), cast(torch.FloatTensor, row_V[None].clone())))
+        return torch.cat(rows)
+
+    return adjust
+
+
+def _retold(chat: Chat, prompt: list[int], alone: list[int], text: str) -> tuple[list[int], list[int]]:
+    """Return the tokens of a text up to its first difference from the target's own, and the target's own."""
+    shown = [bare(text_after(chat.tokenizer, prompt, alone[:length])) for length in range(len(alone) + 1)]
+    shared = max(length for length, begun in enumerate(shown) if text.startswith(begun))
+    before = [*prompt, *alone[:shared]]
+    return [*alone[:shared], *chat.response(before, text[len(shown[shared]) :], "answer")[:1]], alone[: shared + 1]
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A server of the target without speculation, as the reference; its methods are those of `Local`."""
+
+    server: ServedModel
+
+    def say(self, requests: Sequence[Request]) -> list[Said]:
+        return self.server.say(requests)
+
+    def differences(self, request: Request, theirs: Said, own: Said, slack: float = 0.0) -> list[Divergence]:
+        """Judge the first difference by what this server draws there at a low temperature."""
+        if theirs.same(own):
+            return []
+        ours, alone = self._tokens(request, theirs), self._tokens(request, own)
+        place = next((i for i, (a, b) in enumerate(zip(ours, alone, strict=False)) if a != b), None)
+        place = min(len(ours), len(alone)) if place is None else place
+        first, second = (next(iter(tokens[place:]), None) for tokens in (ours, alone))
+        kind = "near tie" if self._draws(request, theirs, ours, place) else "bug"
+        return [Divergence(f"#{request.place[1] + 1}", place, first, second, None, None, WARM_GAP, kind)]
+
+    def _tokens(self, request: Request, text: Said) -> list[int]:
+        return self.server.chat.response(request.prompt, text.text, "answer") if text.tokens is None else text.tokens
+
+    def _draws(self, request: Request, theirs: Said, ours: list[int], place: int) -> bool:
+        """Return whether this server draws the token at `place` of an answer, too."""
+        prompt = [*request.prompt, *ours[:place]]
+        if not self.server.expressible(prompt):
+            return True  # nothing says that it is a bug
+        kind, number, _ = request.place
+        after = replace(request, prompt=prompt, tokens=1, temperature=WARM)
+        requests = [replace(after, place=(JUDGED + kind, number, draw)) for draw in range(DRAWS)]
+        drawn = self.server.say(requests, at_once=AT_ONCE)
+        rest = bare(text_after(self.server.chat.tokenizer, prompt, ours[place:]))
+        if place == len(ours):
+            return theirs.ended and sum(text.ended for text in drawn) >= SEEN
+        if theirs.tokens is not None:
+            return sum(text.tokens == [ours[place]] for text in drawn) >= SEEN
+        return sum(bool(text.text) and rest.startswith(text.text) for text in drawn) >= SEEN
+
+    def tests(
+        self, requests: list[list[Request]], greedy: Sequence[String], sampling: Sampling, *, tokens: bool
+    ) -> tuple[Tests, float]:
+        said = [self.server.say(of_context, at_once=AT_ONCE) for of_context in requests]
+        drawn = [[string(text, -1, tokens=tokens) for text in texts] for texts in said]
+        return partial(sample_tests, drawn, tokens), 0.0
+
+
+Reference = Local | Baseline
+"""The distribution that a server claims to sample from."""

@@ -21,7 +21,7 @@ from transformers import (
 
 from draftsmith.cli import main
 from draftsmith.decode.passes import graphs
-from draftsmith.eval.journal import Cell, Journal, JournalLine
+from draftsmith.eval.journal import Cell, Journal, checked
 from draftsmith.heads import Medusa
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.hub.model_card import write_card
@@ -184,7 +184,7 @@ def _texts(file: Path) -> dict[tuple, list[list[int]]]:
     found: dict[tuple, list[list[int]]] = {}
     for line in map(json.loads, file.read_text().splitlines()):
         if "cell" in line:
-            cell = JournalLine.model_validate(line).cell
+            cell = checked(Cell, line["cell"], file)
             assert cell.key not in found
             found[cell.key] = [text.tokens for text in cell.texts]
     return found
@@ -229,22 +229,6 @@ def test_a_killed_run_continues_and_ends_as_if_nothing_had_been(
     assert any("2 sittings" in note for note in json.loads((out / "eval.json").read_text())["notes"])
 
 
-def test_another_run_in_the_folder_is_refused(
-    tmp_path: Path, tiny_target_folder: Path, medusa_folder: Path, prompts: Path, capsys: pytest.CaptureFixture
-) -> None:
-    out = tmp_path / "out"
-    call = ["eval", "--target", tiny_target_folder, "--drafter", medusa_folder, "--prompts", prompts, "--out", out]
-    call += ["--repeats", 1, "--max-new-tokens", 4]
-    assert _main(*call, "--seed", 1) == 0
-    before = {file: file.read_bytes() for file in out.iterdir()}
-    assert _main(*call, "--seed", 2) == 2
-    assert "holds another run: seed=1 there, 2 here" in capsys.readouterr().err
-    prompts.write_text('{"prompt": "other"}\n')
-    assert _main(*call, "--seed", 1) == 2
-    assert "holds another run: prompts=" in capsys.readouterr().err
-    assert before == {file: file.read_bytes() for file in out.iterdir()}
-
-
 def test_generate_prints_the_targets_text(
     tiny_target_folder: Path, medusa_folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -270,26 +254,6 @@ def test_generate_prints_the_targets_text(
     cut = capsys.readouterr()
     assert cut.out.strip("\n") == alone.out[: alone.out.index(stop, 4) + 2].strip("\n")
     assert "stopped by criteria" in cut.err
-
-
-ASSETS = Path(os.environ.get("DRAFTSMITH_ASSETS") or Path(__file__).parents[3] / "shared" / "assets")
-
-
-@pytest.mark.usefixtures("pictures_of_a_pixel")
-@pytest.mark.skipif(not (ASSETS / "models").is_dir(), reason="no pretrained models: set DRAFTSMITH_ASSETS")
-def test_a_pretrained_pair_that_nobody_here_made(tmp_path: Path) -> None:
-    """Two TinyStories models that agree on about 0.7 of the tokens."""
-    prompts = tmp_path / "stories.jsonl"
-    texts = ["Once upon a time, there was a", "Lily went to the park", "The dog was very", "One day, a boy named Tim"]
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    models = ASSETS / "models"
-    call = ["eval", "--target", models / "stories260K", "--drafter", models / "stories260K-qat-polish256"]
-    call += ["--prompts", prompts, "--repeats", 1, "--max-new-tokens", 64, "--out", tmp_path / "out"]
-    assert _main(*call) == 0
-    rows = json.loads((tmp_path / "out" / "eval.json").read_text())["rows"]
-    greedy = next(row for row in rows if row["temperature"] == 0)
-    assert 0.55 < greedy["alpha"] < 0.9
-    assert greedy["greedy_identical"] == [4, 4]
 
 
 @pytest.mark.usefixtures("pictures_of_a_pixel")
@@ -342,14 +306,3 @@ def test_questions_go_through_the_template_that_is_named(
     call += ["--chat-template", template, "--template-option", "mode=m"]
     assert _main(*call, "--out", tmp_path / "out") == 2
     assert "the chat template refuses it (asked in mode m)" in capsys.readouterr().err
-
-
-def test_later_turns_are_asked_with_the_templates_options_too(
-    tmp_path: Path, tiny_target_folder: Path, prompts: Path, capsys: pytest.CaptureFixture
-) -> None:
-    template = tmp_path / "own.jinja"
-    refusal = "{% if not mode %}{{ raise_exception('no mode') }}{% endif %}"
-    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}" + refusal)
-    call = ["eval", "--target", tiny_target_folder, "--drafter", "suffix", "--prompts", prompts, "--temperature", "0"]
-    call += ["--max-new-tokens", "4", "--repeats", "1", "--chat-template", template, "--template-option", "mode=m"]
-    assert _main(*call, "--out", tmp_path / "out") == 0, capsys.readouterr().err

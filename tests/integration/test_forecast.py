@@ -162,10 +162,7 @@ def test_seconds_between_and_beyond_what_a_profile_knows(profile: Path) -> None:
     ("changes", "message"),
     [
         ({"alone": {1: 0}}, "alone.1=0; expected greater than 0"),
-        ({"alone": {0: 1.0}}, "expected greater than or equal to 1"),
         ({"verify": {1: {1: float("inf")}}}, "verify.1.1=inf; expected a finite number"),
-        ({"verify": {1: {}}}, "verify.1={}; expected"),
-        ({"verify": None}, "verify=None; expected"),
         ({"speed": 3}, "unknown key speed; expected name, alone, verify or drafters"),
         ({"drafters": {"self": {"round": {1: 0.1}}}}, "drafters.self.draft is missing; expected seconds"),
         (
@@ -183,7 +180,7 @@ def test_a_profile_that_does_not_fit_is_refused(changes: dict[str, object], mess
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("text", ["alone: [", "- 1", ""], ids=["not YAML", "a list", "empty"])
+@pytest.mark.parametrize("text", ["alone: [", "- 1"], ids=["not YAML", "a list"])
 def test_a_file_that_is_no_profile_is_refused(text: str, tmp_path: Path) -> None:
     file = tmp_path / "profile.yaml"
     file.write_text(text)

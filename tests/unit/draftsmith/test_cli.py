@@ -39,7 +39,6 @@ def test_values_that_settings_refuse(capsys: pytest.CaptureFixture, tmp_path: Pa
     generate, pair = ["generate", "x", *target], [*target, "--drafter", "suffix"]
     wrong = {
         "temperature=[1.0, 1.0]; expected each only once": ["eval", *pair, "--temperature", "1", "--temperature", "1"],
-        "repeats=1001; expected at most 1000": ["eval", *pair, "--repeats", "1001"],
         "size=100000; expected at most 1024": ["eval", *pair, "--policy", "best-first:size=100000"],
         "drafter=suffix: the name 'suffix' is taken": ["eval", *pair, "--drafter", "suffix"],
         "--batch-size=0; expected >= 1": [*regenerate, "--batch-size", "0"],

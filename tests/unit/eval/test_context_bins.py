@@ -6,9 +6,9 @@ import pytest
 from unit.eval.made import cell, output
 
 from draftsmith.decode.sequence import Round
-from draftsmith.eval.context_bins import by_context, fall
+from draftsmith.eval.evaluation import fall
 from draftsmith.eval.journal import TextRecord
-from draftsmith.eval.results import row_of
+from draftsmith.eval.results import by_context, row_of
 
 ACCEPTED_TWO = Round(2, 2, 2, 3, (1.0, 1.0), 0, 0, 0)
 REFUSED_SECOND = Round(2, 2, 1, 2, (1.0, 0.3), 0, 0, 0)

@@ -8,7 +8,7 @@ from conftest import make_llama
 from unit.eval.made import PLAIN, cell, output, row
 
 from draftsmith.decode.sequence import Round
-from draftsmith.eval.guards import _repetition, dtype_of, guards
+from draftsmith.eval.evaluation import _repetition, dtype_of, guards
 from draftsmith.eval.results import row_of
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel
@@ -17,7 +17,9 @@ SAME = {"target": torch.float32, "d": torch.float32, "suffix": None}
 
 
 def test_none_fires_where_all_is_well() -> None:
-    assert guards([row(), row(alpha=1.0), row(alpha=0.0), row(alpha=1 + 1e-7)], PLAIN, SAME) == []
+    """A category of few prompts may be faster than its tau, and a baseline slower than `generate` on some prompts."""
+    rows = [row(), row(alpha=1.0), row(alpha=0.0), row(alpha=1 + 1e-7), row(category="qa", speedup=1.03, tau=1.0)]
+    assert guards(rows, PLAIN, SAME) == guards(rows, {**PLAIN, "ratio": 0.94, "best_ratio": 1.02}, SAME) == []
 
 
 @pytest.mark.parametrize(
@@ -34,14 +36,6 @@ def test_each_fires(rows: list, plain: dict[str, Any], dtypes: dict, guard: str,
     (found,) = guards(rows, plain, dtypes)
     assert found["guard"] == guard
     assert says in found["message"]
-
-
-def test_a_baseline_that_is_slower_on_some_prompts_only_is_noise() -> None:
-    assert guards([row()], {**PLAIN, "ratio": 0.94, "best_ratio": 1.02}, SAME) == []
-
-
-def test_a_category_of_a_few_prompts_may_be_faster_than_its_tau() -> None:
-    assert guards([row(category="qa", speedup=1.03, tau=1.0)], PLAIN, SAME) == []
 
 
 def test_a_batch_may_be_faster_than_its_tau() -> None:

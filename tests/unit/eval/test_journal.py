@@ -1,8 +1,6 @@
 """The journal of cells: what survives a kill, and what is refused."""
 
 import json
-import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +10,6 @@ from unit.eval.made import cell, output
 from draftsmith.decode.sequence import Round
 from draftsmith.errors import ConfigError
 from draftsmith.eval.journal import BATCH, Journal, Numbers, TextRecord
-from draftsmith.eval.report import check_report_folder
 from draftsmith.eval.settings import Settings
 
 SETTINGS = Settings("t", {"d": "x"}, "p", seed=1)
@@ -106,16 +103,6 @@ def test_damage_before_the_last_line_is_not_taken_for_a_torn_one(tmp_path: Path)
     path.write_text("\n".join([*lines[:2], lines[2][:9], *lines[3:]]) + "\n")
     with pytest.raises(ConfigError, match=r"cells\.jsonl:3 is damaged"):
         Journal(path).begin(SETTINGS, PRINTS, ENVIRONMENT)
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_what_is_no_file_is_no_journal(make: Callable[[Path], None], tmp_path: Path) -> None:
-    path = tmp_path / "cells.jsonl"
-    make(path)
-    with pytest.raises(ConfigError, match=r"cells\.jsonl is no regular file; expected what `draftsmith eval` wrote"):
-        Journal(path).begin(SETTINGS, PRINTS, ENVIRONMENT)
-    with pytest.raises(ConfigError, match=r"cells\.jsonl is no regular file"):
-        check_report_folder(tmp_path, Settings("t", {}, "p"))
 
 
 def test_where_tokens_came_from() -> None:

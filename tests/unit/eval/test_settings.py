@@ -57,9 +57,11 @@ def refused(capsys: pytest.CaptureFixture, tmp_path: Path) -> Refused:
             (["--template-option", "x"], "--template-option x; expected key=value"),
             (["--drafter", "suffix:min=3"], "'min=3'; expected suffix:KEY=VALUE"),
         )
-        for command in ("eval", "check", "forecast")
+        for command in ("eval",)
     ]
     + [
+        ("check", ["--temperature", "1", "--temperature", "1"], "temperature=[1.0, 1.0]; expected each only once"),
+        ("forecast", ["--temperature", "1", "--temperature", "1"], "temperature=[1.0, 1.0]; expected each only once"),
         ("eval", ["--gamma", "0"], "gamma=0; expected >= 1"),
         ("eval", ["--gamma", "2", "--gamma", "2"], "gamma=[2, 2]; expected each only once"),
         ("eval", ["--batch-size", "0"], "--batch-size=0; expected >= 1"),

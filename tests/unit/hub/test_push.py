@@ -68,7 +68,7 @@ def push(*arguments: object) -> int:
 CODE = ("generate.py", "requirements.txt")
 """A script with plain transformers."""
 PUSHED = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-PLOTS = {"plots/training.png", "plots/speedup.png", "plots/acceptance.png", "plots/time.png"}
+PLOTS = {"plots/training.png", "plots/speedup.png", "plots/acceptance.png"}
 
 
 def test_pushed_and_loaded_by_name(

@@ -12,8 +12,9 @@ from draftsmith.decode.policies import Chain, Policy, StaticTree
 from draftsmith.decode.sequence import DecodeOutput
 from draftsmith.decode.sequence import Round as RoundRecord
 from draftsmith.decode.verification import RULES
-from draftsmith.eval.lossless.draws import DEPTH, LEAST, chi_square, partition
-from draftsmith.eval.lossless.pit import pairs, round_starts, transform
+from draftsmith.eval.lossless.hypotheses import LEAST, chi_square
+from draftsmith.eval.lossless.probabilities import DEPTH, partition, transform
+from draftsmith.eval.lossless.sampling import pairs
 
 V = 6
 
@@ -52,9 +53,7 @@ def output(committed: list[int]) -> DecodeOutput:
 def test_pairs_by_hand() -> None:
     """Rounds of 2, 1, 1, 3 and 1 tokens after the prefill's: they start at 1, 3, 4, 5 and 8 of 9 tokens."""
     text, u_T = output([2, 1, 1, 3, 1]), torch.arange(9) / 10
-    starts = round_starts(text)
-    assert starts == [1, 3, 4, 5, 8]
-    assert pairs(u_T, starts).flatten().tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+    assert pairs(u_T, text).flatten().tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
 
 
 def second_and_first(rule: str, policy: Policy) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
@@ -110,7 +109,9 @@ def test_cells_hold_every_string_and_its_probability(count: int) -> None:
             mass *= float(toy_rows([string[:level]])[0, string[level]])
         masses[cells.cell(string)] += mass
     assert torch.allclose(masses, cells.probabilities_C)
-    assert torch.allclose(masses, cells.again(toy_rows))
+    every = [tuple(place // V**level % V for level in range(DEPTH)) for place in range(V**DEPTH)]
+    statistic, freedom, shift = cells.compared(every, toy_rows)
+    assert (statistic > 0, freedom, shift) == (True, int((masses > 0).sum()) - 1, 0)
     used = masses[masses > 0] * count
     assert len(used) > 1
     assert used.min() >= LEAST - 1e-9

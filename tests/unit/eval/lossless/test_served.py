@@ -18,11 +18,9 @@ from draftsmith.distill.asked import text_seed
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.server.answers import bare
 from draftsmith.eval.lossless.check import CheckSettings, VariantCheck
-from draftsmith.eval.lossless.sampling import chi_square_tail
+from draftsmith.eval.lossless.hypotheses import chi_square_tail, homogeneity
 from draftsmith.eval.lossless.served import ServedCheck
-from draftsmith.eval.lossless.served_answers import Request, Said, ServedModel
-from draftsmith.eval.lossless.served_reference import PENALTY, Baseline, Local
-from draftsmith.eval.lossless.served_tests import homogeneity
+from draftsmith.eval.lossless.served_answers import PENALTY, Baseline, Local, Request, Said, ServedModel
 from draftsmith.eval.prompts import Prompt
 from draftsmith.heads.draft_model import DraftModel
 

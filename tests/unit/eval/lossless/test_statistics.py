@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from draftsmith.eval.lossless.sampling import (
+from draftsmith.eval.lossless.hypotheses import (
     chi_square_detects,
     chi_square_tail,
     holm,
