@@ -235,11 +235,8 @@ class ServerRow(TypedDict):
     speedup_interval: Bounds | None
 
 
-class Guard(TypedDict):
-    """A result that is wrong or unfair: `guard` names the kind, `message` the case."""
-
-    guard: str
-    message: str
+Guard = dict[str, str]
+"""A result that is wrong or unfair: `guard` names the kind, `message` the case."""
 
 
 class Sample(TypedDict):

@@ -26,7 +26,7 @@ from draftsmith.eval.forecast.expected_rounds import (
     retrieved,
 )
 from draftsmith.eval.forecast.hardware import costs_parts, depth_of, measure_hardware, pass_costs, timeable
-from draftsmith.eval.forecast.profile import CostModel, ForecastNumbers, numbers
+from draftsmith.eval.forecast.profile import CostModel, ForecastRow, numbers
 from draftsmith.eval.settings import PairSettings
 from draftsmith.eval.teacher_forced import (
     TOGETHER,
@@ -52,12 +52,6 @@ PLAIN = "copies"
 """Name of the policy of drafters that only retrieve."""
 _NO_COSTS = Costs({1: 1.0}, {1: 1.0})
 """Placeholder for policies that plan with costs, which are refused later."""
-
-
-class ForecastRow(ForecastNumbers):
-    drafter: str
-    temperature: float
-    policy: str
 
 
 class BestPolicy(TypedDict):
@@ -187,12 +181,7 @@ def _at(
     untimed = len(hardware.repeats) < 2
     assumed = [str(policy) for name, own in trees.items() for policy in own if not hardware.knows(name, str(policy))]
     rows: list[ForecastRow] = [
-        {
-            "drafter": name,
-            "temperature": temperature,
-            "policy": policy,
-            **numbers(per_text, name, hardware, settings.batch_sizes, settings.seed, policy),
-        }
+        numbers(per_text, name, hardware, settings.batch_sizes, settings.seed, policy, temperature)
         for name, drafter in predicted.items()
         for policy, per_text in drafter.plans
     ]

@@ -156,9 +156,12 @@ class ForecastSpeed(TypedDict):
     tokens_per_second: float
 
 
-class ForecastNumbers(TypedDict):
-    """The computed part of a row."""
+class ForecastRow(TypedDict):
+    """A drafter with a policy at one temperature."""
 
+    drafter: str
+    temperature: float
+    policy: str
     texts: int
     tau: float
     tau_interval: list[float]
@@ -174,13 +177,17 @@ def numbers(
     batches: Sequence[int],
     seed: int,
     policy: str = "",
-) -> ForecastNumbers:
+    temperature: float = 0.0,
+) -> ForecastRow:
     """Return tau and speeds of a row: all tokens over all rounds, and over all seconds."""
     tokens_S = np.array([text.tokens for text in per_text], float)
     rounds_S = np.array([text.rounds for text in per_text])
     rng = np.random.default_rng(seed)
     draws_RS = rng.integers(len(per_text), size=(RESAMPLES, len(per_text)))
-    row: ForecastNumbers = {
+    row: ForecastRow = {
+        "drafter": drafter,
+        "temperature": temperature,
+        "policy": policy,
         "texts": len(per_text),
         "tau": tau(tokens_S, rounds_S),
         "tau_interval": percentiles(tokens_S[draws_RS].sum(1) / rounds_S[draws_RS].sum(1)),
