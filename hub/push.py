@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 from safetensors.torch import load_file
 
 from draftsmith.errors import ConfigError, DraftsmithError
@@ -314,14 +313,14 @@ def prepare(destination: Destination) -> None:
         api.preupload_lfs_files(destination.repo, additions=[probe], revision=branch)
 
 
-def upload(folder: Path, destination: Destination, message: str, *, progress: bool = True) -> str:
+def upload(folder: Path, destination: Destination, message: str) -> str:
     """Upload an assembled folder as one commit, after `prepare`; return the commit's id.
 
     Raises:
         ConfigError: for a refused token, or a card that the Hub does not accept.
         PushError: if the upload was interrupted; the same call continues.
     """
-    with explained(destination.repo), _bars(progress):
+    with explained(destination.repo):
         # Other files than those that belong to the last push may be the user's.
         done = HfApi().upload_folder(
             repo_id=destination.repo,
@@ -331,15 +330,3 @@ def upload(folder: Path, destination: Destination, message: str, *, progress: bo
             delete_patterns=list(STALE),
         )
     return done.oid
-
-
-@contextmanager
-def _bars(shown: bool) -> Iterator[None]:
-    """Disable the client's progress bars in the block unless `shown`."""
-    if not shown:
-        disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not shown:
-            enable_progress_bars()

@@ -59,7 +59,7 @@ def publish_best(recipe: Recipe, publish: PublishSection, console: Console) -> N
         prepare(where)  # again: recipe or repository may have changed since
         assemble(Publication(drafter, publish.repo, **options), copy)
         message = f"{recipe.name}: finished, best at step {step}"
-        commit = upload(copy, where, message, progress=False)
+        commit = upload(copy, where, message)
         write_json(folder / PUBLISHED, {**entry, "commit": commit})
     except (DraftsmithError, OSError) as error:
         raise DraftsmithError(
