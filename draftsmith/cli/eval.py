@@ -214,6 +214,7 @@ def forecast(
         return print_json(predicted.as_json())
     show(predicted, out)
     best = predicted.best[0]
-    if best["drafter"] is not None and best["policy"] is not None:
-        chosen = [] if best["policy"] == PLAIN else ["--policy", best["policy"]]
-        suggest("draftsmith", *measuring("eval", settings, [settings.drafters[best["drafter"]]]), *chosen)
+    # Where nothing pays, `eval` of the first drafter says why.
+    name, policy = best["drafter"] or next(iter(settings.drafters)), best["policy"]
+    chosen = [] if policy in (None, PLAIN) else ["--policy", policy]
+    suggest("draftsmith", *measuring("eval", settings, [settings.drafters[name]]), *chosen)

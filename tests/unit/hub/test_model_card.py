@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from unit.eval.made import evaluation, row
 
-from draftsmith import SpeculativeDecoder, load_drafter
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.checkpoint import describe_target, save_drafter
@@ -109,39 +108,23 @@ def test_a_card_has_the_steps_that_ran_and_what_more_would_bring(tmp_path: Path,
         assert said in (folder / "README.md").read_text().replace("\\", "")
 
 
-@pytest.mark.parametrize(
-    ("name", "template", "inputs"),
-    [
+@pytest.mark.parametrize("kind", ["medusa", "draft_model"])
+def test_the_usage_fits_the_target(
+    kind: str, tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    for name, template, inputs in (
         ("org/target", "{{ messages[0].content }}", "tokenizer.apply_chat_template(chat, add_generation_prompt=True,"),
         ("org/target", None, 'tokenizer("The sky is blue because", return_tensors="pt")'),
         ("embedded", None, 'tokenizer("def main(", return_tensors="pt")'),
-    ],
-)
-@pytest.mark.parametrize("kind", ["medusa", "draft_model"])
-def test_the_usage_fits_the_target(
-    kind: str,
-    name: str,
-    template: str | None,
-    inputs: str,
-    tmp_path: Path,
-    tiny_target: LlamaForCausalLM,
-    tiny_tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    """The example runs as it stands, with the target and the drafter of this test in place of those that it loads."""
-    folder = _saved(kind, tmp_path / "d", tiny_target, name)
-    tiny_tokenizer.chat_template = template
-    tiny_tokenizer.save_pretrained(folder)
-    write_card(folder, None, None)
-    card = (folder / "README.md").read_text()
-    assert f"inputs = {inputs}" in card
-    assert card.count("inputs = ") == 1, "both examples read the same prompt"
-    lines = [line for line in card.partition("```python\n")[2].partition("```")[0].splitlines() if line[:3] in _RUN]
-    run: dict[str, object] = {"SpeculativeDecoder": SpeculativeDecoder, "tokenizer": tiny_tokenizer}
-    exec("\n".join(lines), {**run, "target": tiny_target, "drafter": load_drafter(folder, tiny_target)})
-
-
-_RUN = ("cha", "inp", "out", "pri")
-"""Beginnings of the lines that load nothing."""
+    ):
+        folder = tmp_path / f"{name.replace('/', '-')}-{template is None}"
+        _saved(kind, folder, tiny_target, name)
+        tiny_tokenizer.chat_template = template
+        tiny_tokenizer.save_pretrained(folder)
+        write_card(folder, None, None)
+        card = (folder / "README.md").read_text()
+        assert f"inputs = {inputs}" in card
+        assert card.count("inputs = ") == 1, "both examples read the same prompt"
 
 
 def test_a_local_target_has_no_revision(tmp_path: Path, tiny_target: LlamaForCausalLM) -> None:
