@@ -14,13 +14,13 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config
 
 from draftsmith.decode.clock import PartClock
+from draftsmith.distill.teacher import Batch
 from draftsmith.errors import reason_of
 from draftsmith.train.bootstrap import compile_drafter
 from draftsmith.train.fake_run import DryStep, Operations, dry_step
 from draftsmith.train.memory_estimate import estimate_memory
 from draftsmith.train.progress import PARTS
 from draftsmith.train.recipe import Recipe, parse_recipe
-from draftsmith.train.step import Batch
 from draftsmith.train.time_estimate import MACHINES
 
 SMALL = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
@@ -103,7 +103,7 @@ def operations(step: DryStep) -> tuple[int, int]:
     with Operations() as whole:
         step.run()
     with Operations() as teacher, torch.autocast(step.device, torch.bfloat16):
-        step.module._teacher[0].signals(**vars(step.batch()))
+        step.module._teacher[0].signals(step.batch())
     return whole.total, teacher.total
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.distill.load_target import LoadedTarget, load_target
 from draftsmith.distill.objective import Objective
-from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import FirstBatch, TeacherSignals, TrainableDrafter
 from draftsmith.heads.lm_head import most_frequent
@@ -49,7 +49,7 @@ def sampled(target: LoadedTarget, rows: int, tokens: int) -> Tensor:
 def signals_of(teacher: OnlineTeacher, ids_BT: Tensor) -> TeacherSignals:
     mask_BT = torch.ones_like(ids_BT, dtype=torch.bool)
     mask_BT[:, -1] = False
-    return teacher.signals(ids_BT, torch.ones_like(ids_BT), mask_BT)
+    return teacher.signals(Batch(ids_BT, torch.ones_like(ids_BT), mask_BT))
 
 
 @torch.no_grad()

@@ -50,7 +50,10 @@ def measure(family: str, options: argparse.Namespace, table: Table) -> None:
     for dtype in DTYPES:
         cache = SignalCache(target.model, data.rows, drafter.needs.layers, dtype)
         cache.build(cache.missing()[0], online, lambda: None)
-        teachers[f"cached, {dtype}"], stored[f"cached, {dtype}"] = CachedTeacher(online, cache), cache.bytes_a_token()
+        teachers[f"cached, {dtype}"], stored[f"cached, {dtype}"] = (
+            CachedTeacher(online, cache.read),
+            cache.bytes_a_token(),
+        )
     objective = Objective(**recipe.objective_options(parts.draft_length))
     steps = {name: AgreementStep(drafter, objective, teacher) for name, teacher in teachers.items()}
     _, made, _ = make_step(recipe, target.model, drafter, online)
@@ -78,7 +81,7 @@ def measure(family: str, options: argparse.Namespace, table: Table) -> None:
 def lost(online: OnlineTeacher, teacher: CachedTeacher, batch: object) -> float:
     """Return KL(p of the target || p from the stored states), in nats per trained token."""
     exact, kept = (
-        each.lm_head(each.signals(**vars(batch)).hidden_BTH[batch.mask_BT]).float().log_softmax(-1)
+        each.lm_head(each.signals(batch).hidden_BTH[batch.mask_BT]).float().log_softmax(-1)
         for each in (online, teacher)
     )
     return float(forward_kl(exact, kept).mean())

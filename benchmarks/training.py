@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.distill.load_target import load_target
+from draftsmith.distill.teacher import Batch
 from draftsmith.heads import HEADS, TrainableDrafter
 from draftsmith.heads.base import FINAL, TeacherSignals
 from draftsmith.train import trainer as loop
@@ -40,7 +41,7 @@ from draftsmith.train.launch import autocast, make_accelerator
 from draftsmith.train.progress import PARTS, MemoryMeter
 from draftsmith.train.recipe import Recipe, load_recipe
 from draftsmith.train.run_folder import claim_output
-from draftsmith.train.step import Batch, collate
+from draftsmith.train.step import collate
 
 ROWS = 64
 

@@ -1,6 +1,6 @@
 """Target and drafter at the tokens of the draft positions, as rows of log-probabilities over the draft vocabulary."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -184,24 +184,15 @@ def forward_kl_and_alpha(logits_ND: Tensor, p: TargetRows, temperature: float) -
     return _ForwardKl.apply(logits_ND, p, temperature)
 
 
-class Rows(NamedTuple):
-    """Log-probabilities at one temperature."""
-
-    p_log_ND: Tensor
-    """The target's, not renormalised: over a part of the vocabulary the probabilities do not add up to 1."""
-    q_log_ND: Tensor
-    """The drafter's."""
-
-
 class TargetChunk:
     """The target at a chunk of positions: its logits are computed once, for all draft positions.
 
     Args:
         known: at the positions of the chunk.
-        temperatures: those at which the objective needs p.
+        temperature: of p.
         vocabulary_D: see `DraftStates`.
         draft_head: the rows of `lm_head` for these tokens, which suffice where normalizers are stored.
-        fused: keep what `forward_kl_and_alpha` needs at the only temperature, instead of log-probabilities.
+        fused: keep what `forward_kl_and_alpha` needs instead of log-probabilities.
     """
 
     @torch.no_grad()
@@ -209,37 +200,34 @@ class TargetChunk:
         self,
         known: TeacherOutput,
         lm_head: LmHead,
-        temperatures: Sequence[float],
+        temperature: float,
         vocabulary_D: Tensor | None,
         *,
         draft_head: LmHead | None = None,
         fused: bool = False,
     ) -> None:
-        self.known, self._vocabulary_D = known, vocabulary_D
-        self._p_log: dict[float, Tensor] = {}
-        self._p: TargetRows | None = None
+        self.known, self._temperature, self._vocabulary_D = known, temperature, vocabulary_D
         if draft_head is not None and known.normalizers is not None:
             log_sum_N, argmax_N = known.normalizers
             p_log_ND = at_least_float32(logits_of(draft_head, known.hidden_NH))
-            self._p_log[temperatures[0]] = p_log_ND - log_sum_N[:, None].to(p_log_ND.dtype)
+            p_log_ND = p_log_ND - log_sum_N[:, None].to(p_log_ND.dtype)
         else:
             p_NV = at_least_float32(logits_of(lm_head, known.hidden_NH))
             argmax_N = p_NV.argmax(-1)
-            for temperature in temperatures:
-                p_log_NV = _tempered(p_NV, temperature).log_softmax(-1)
-                self._p_log[temperature] = p_log_NV if vocabulary_D is None else p_log_NV[:, vocabulary_D]
-        if fused:
-            self._p = TargetRows.of(self._p_log.pop(temperatures[0]), whole=vocabulary_D is None)
+            p_log_NV = _tempered(p_NV, temperature).log_softmax(-1)
+            p_log_ND = p_log_NV if vocabulary_D is None else p_log_NV[:, vocabulary_D]
+        self._p = TargetRows.of(p_log_ND, whole=vocabulary_D is None) if fused else None
+        self._p_log_ND = None if fused else p_log_ND
         self._argmax_N = draft_rows(argmax_N, vocabulary_D)
 
     def compare(self, student_nD: Tensor, rows_n: Tensor, entry: DraftStates) -> "Compared":
         """Compute the drafter's logits at some positions of the chunk; `rows_n`: ascending and distinct."""
-        whole = rows_n.shape == self._argmax_N.shape  # then the rows are all of the chunk, in order
-        pick: Callable[[Tensor], Tensor] = (lambda x: x) if whole else (lambda x: x[rows_n])
-        p = self._p if whole or self._p is None else self._p.at(rows_n)
-        known = self.known if whole else self.known.at(rows_n)
-        p_log = {temperature: pick(p_log_ND) for temperature, p_log_ND in self._p_log.items()}
-        return Compared(pick(self._argmax_N), p_log, p, logits_of(entry.head, student_nD), known, self._vocabulary_D)
+        argmax_n, p, p_log_nD, known = self._argmax_N, self._p, self._p_log_ND, self.known
+        if rows_n.shape != argmax_n.shape:  # else the rows are all of the chunk, in order
+            argmax_n, known = argmax_n[rows_n], known.at(rows_n)
+            p, p_log_nD = None if p is None else p.at(rows_n), None if p_log_nD is None else p_log_nD[rows_n]
+        q_nD = logits_of(entry.head, student_nD)
+        return Compared(argmax_n, p_log_nD, p, q_nD, known, self._temperature, self._vocabulary_D)
 
 
 @dataclass(frozen=True)
@@ -248,17 +236,20 @@ class Compared:
 
     target_argmax_N: Tensor
     """The target's most likely token as a row of the drafter's vocabulary; -1 if it is not in there."""
-    p_log_ND: Mapping[float, Tensor]
-    """The target's log-probabilities by temperature; empty with `p`."""
+    p_log_ND: Tensor | None
+    """The target's log-probabilities, not renormalised: over a part of the vocabulary the probabilities do not add up
+    to 1. None with `p`."""
     p: TargetRows | None
     q_ND: Tensor
     """The drafter's logits, before a temperature is applied, in the dtype of its head."""
     known: TeacherOutput
+    temperature: float
     vocabulary_D: Tensor | None
 
-    def at(self, temperature: float) -> Rows:
-        """Return the rows at a temperature."""
-        return Rows(self.p_log_ND[temperature], _tempered(at_least_float32(self.q_ND), temperature).log_softmax(-1))
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Return the log-probabilities of target and drafter over the drafter's vocabulary."""
+        assert self.p_log_ND is not None, "log-probabilities are kept unless the terms are fused"
+        return self.p_log_ND, _tempered(at_least_float32(self.q_ND), self.temperature).log_softmax(-1)
 
 
 def logits_of(head: LmHead, states_NH: Tensor) -> Tensor:

@@ -8,13 +8,15 @@ damaged shard is rebuilt alone. A shard is hashed when it is written, and again 
 
 import hashlib
 import json
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from safetensors.torch import save_file
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.distill.alignment import ROWS, at_least_float32, logits_of
-from draftsmith.distill.teacher import OnlineTeacher, TargetHead, stored_layers
+from draftsmith.distill.teacher import Batch, OnlineTeacher, TargetHead, stored_layers
 from draftsmith.errors import ConfigError, DraftsmithError, reason_of
 from draftsmith.heads.base import FINAL, TeacherSignals
 from draftsmith.heads.hidden_states import document_numbers
@@ -37,45 +39,6 @@ TOGETHER, ON_HOST = 16, 1024
 """Rows that the target reads together while the cache is built, and their tokens on a CPU, which takes seconds."""
 
 # Shapes: B texts, T positions, N tokens of a shard, H hidden size, W numbers stored for a token.
-
-
-class StoredRows:
-    """A tensor [N, ...] in a safetensors file that this package has written, which is read without mapping the file.
-
-    The pages of a mapped file count as memory of the process until it is closed, and each is fetched when it is
-    touched, which takes long on a network's file system. A file begins with 8 bytes, the length of a header in JSON,
-    which has the place of each tensor after the header: https://huggingface.co/docs/safetensors/index#format.
-
-    Raises:
-        DraftsmithError: here and in `read`, for a file that is gone, damaged or shorter than it was.
-    """
-
-    def __init__(self, path: Path, name: str) -> None:
-        self._path = path
-        try:
-            with path.open("rb") as file:
-                size = int.from_bytes(file.read(8), "little")
-                found = json.loads(file.read(size))[name]
-        except (OSError, ValueError, KeyError) as error:
-            raise self._unreadable(reason_of(error)) from error
-        self.shape: tuple[int, ...] = tuple(found["shape"])
-        begin, end = found["data_offsets"]
-        self._start, self._row_bytes = 8 + size + begin, (end - begin) // self.shape[0]
-
-    def read(self, first: int, rows_n: Tensor) -> None:
-        """Read rows from `first` on into `rows_n` [n, ...], a contiguous tensor of the stored dtype."""
-        wanted = rows_n.view(torch.uint8).numpy().data
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._start + first * self._row_bytes)
-                count = file.readinto(wanted)
-        except OSError as error:
-            raise self._unreadable(reason_of(error)) from error
-        if count != wanted.nbytes:
-            raise self._unreadable("it has become shorter")
-
-    def _unreadable(self, reason: str) -> DraftsmithError:
-        return DraftsmithError(f"{self._path} cannot be read ({reason}); the same command builds it again")
 
 
 class SignalCache:
@@ -109,7 +72,7 @@ class SignalCache:
         made = [VERSION, fingerprint_of_numbers(model), *data, list(stored_layers(layers)), dtype, shard_rows]
         self.key = fingerprint([*made, "normalizers"] if normalizers else made)
         self.folder = cache_dir() / "signals" / self.key
-        self._located: dict[tuple[str, int], StoredRows] = {}
+        self._headers: dict[Path, tuple[dict[str, Any], int]] = {}
 
     @property
     def shards(self) -> int:
@@ -171,7 +134,10 @@ class SignalCache:
         return sum(self._file(shard).stat().st_size for shard in range(self.shards)) / sum(self.lengths)
 
     def read(self, rows: Sequence[int]) -> tuple[Tensor, ...]:
-        """See `StoredStates`. States have their stored dtype; float8 is returned as float32.
+        """Return the states [B, T, W] of rows, with zeros after each: the final states, then `stored_layers`.
+
+        States have their stored dtype; float8 is returned as float32. Where they are stored,
+        `TeacherSignals.log_sum_BT` in float64 and `argmax_BT` follow.
 
         Raises:
             DraftsmithError: for a shard that is gone, damaged or shorter than it was.
@@ -184,18 +150,36 @@ class SignalCache:
         return states_BTW, self._read("log_sums", rows, torch.float64), self._read("argmax", rows, torch.int64)
 
     def _read(self, name: str, rows: Sequence[int], dtype: torch.dtype) -> Tensor:
-        lengths = [self.lengths[row] for row in rows]
-        stored = [self._stored(name, row // self.shard_rows) for row in rows]
-        read = torch.zeros(len(rows), max(lengths), *stored[0].shape[1:], dtype=dtype)
-        for row, length, shard, out in zip(rows, lengths, stored, read, strict=True):
-            first = sum(self.lengths[row - row % self.shard_rows : row])
-            shard.read(first, out[:length])
+        parts = [self._row(name, row, dtype) for row in rows]
+        read = torch.zeros(len(rows), max(map(len, parts)), *parts[0].shape[1:], dtype=dtype)
+        for part, out in zip(parts, read, strict=True):
+            out[: len(part)] = part
         return read
 
-    def _stored(self, name: str, shard: int) -> StoredRows:
-        if (name, shard) not in self._located:
-            self._located[name, shard] = StoredRows(self._file(shard), name)
-        return self._located[name, shard]
+    def _row(self, name: str, row: int, dtype: torch.dtype) -> Tensor:
+        """Read a row from its shard, which is not mapped: mapped pages would count as memory of the process.
+
+        A file begins with 8 bytes, the length of a header in JSON, which has the place of each tensor after the header:
+        https://huggingface.co/docs/safetensors/index#format.
+        """
+        file, first = self._file(row // self.shard_rows), sum(self.lengths[row - row % self.shard_rows : row])
+        try:
+            if file not in self._headers:
+                with file.open("rb") as opened:
+                    size = int.from_bytes(opened.read(8), "little")
+                    self._headers[file] = json.loads(opened.read(size)), 8 + size
+            header, start = self._headers[file]
+            shape = [self.lengths[row], *header[name]["shape"][1:]]
+            a_token = math.prod(shape[1:]) * dtype.itemsize
+            begin = start + header[name]["data_offsets"][0] + first * a_token
+            numbers = np.fromfile(file, np.uint8, shape[0] * a_token, offset=begin)
+            if len(numbers) < shape[0] * a_token:
+                raise ValueError("it has become shorter")
+        except (OSError, ValueError, KeyError) as error:
+            raise DraftsmithError(
+                f"{file} cannot be read ({reason_of(error)}); the same command builds it again"
+            ) from error
+        return torch.from_numpy(numbers).view(dtype).reshape(shape)
 
     def _shard(self, shard: int) -> range:
         return range(shard * self.shard_rows, min((shard + 1) * self.shard_rows, len(self.lengths)))
@@ -261,23 +245,15 @@ def stored_states(signals: TeacherSignals, layers: tuple[int, ...]) -> Tensor:
     return torch.cat([hidden_BTH, *(part_BTH for layer, part_BTH in parts if layer != FINAL)], -1)
 
 
-class StoredStates(Protocol):
-    """States on disk: a `SignalCache`, or the files of an engine (distill/state_files.py)."""
-
-    def read(self, rows: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return the states [B, T, W] of rows, with zeros after each: the final states, then `stored_layers`.
-
-        Where they are stored, `TeacherSignals.log_sum_BT` in float64 and `argmax_BT` follow.
-        """
-        ...
-
-
 class CachedTeacher:
-    """A teacher with the interface of `OnlineTeacher` that reads stored states, in a thread of its own."""
+    """A teacher with the interface of `OnlineTeacher` that reads stored states, in a thread of its own.
 
-    def __init__(self, teacher: OnlineTeacher, cache: StoredStates) -> None:
+    `read`: that of a `SignalCache`, or of the files of an engine (distill/state_files.py).
+    """
+
+    def __init__(self, teacher: OnlineTeacher, read: Callable[[Sequence[int]], tuple[Tensor, ...]]) -> None:
         self.model, self.lm_head = teacher.model, teacher.lm_head
-        self._layers, self._cache = teacher.layers, cache
+        self._layers, self._read_rows = teacher.layers, read
         self._hidden_size = self.lm_head.weight.shape[1]
         self._reader = ThreadPoolExecutor(1, "teacher cache")
         self._order: deque[tuple[int, ...]] = deque()
@@ -287,35 +263,24 @@ class CachedTeacher:
         """Set the rows that `signals` will be called with next; each is read while the one before it is computed."""
         self._order = deque(tuple(rows) for rows in order)
 
-    def signals(
-        self,
-        input_ids_BT: Tensor,
-        attention_mask_BT: Tensor,
-        mask_BT: Tensor,
-        source_BS: None = None,
-        source_mask_BS: None = None,
-        rows: Sequence[int] = (),
-        documents_BT: Tensor | None = None,
-        inputs: tuple[()] = (),
-    ) -> TeacherSignals:
-        """Return the batch with the cached states; `rows`: indices of its rows in the data."""
+    def signals(self, batch: Batch) -> TeacherSignals:
+        """Return the batch with the cached states."""
         parameter = self.lm_head.weight
         # Copied in the stored dtype, which has fewer bytes; the host does not wait for the copy.
-        states_BTW, *stored = (part.to(parameter.device, non_blocking=True) for part in self._stored(tuple(rows)))
-        missing = input_ids_BT.shape[1] - states_BTW.shape[1]
+        states_BTW, *stored = (part.to(parameter.device, non_blocking=True) for part in self._stored(tuple(batch.rows)))
+        missing = batch.input_ids_BT.shape[1] - states_BTW.shape[1]
         states_BTW = nn.functional.pad(states_BTW.to(parameter.dtype), (0, 0, 0, missing))
         hidden_BTH, others_BTW = states_BTW.split([self._hidden_size, states_BTW.shape[-1] - self._hidden_size], -1)
-        features = self._features(hidden_BTH, others_BTW)
         log_sum_BT, argmax_BT = (
             (nn.functional.pad(part_BT, (0, missing)) for part_BT in stored) if stored else [None] * 2
         )
         return TeacherSignals(
-            input_ids_BT,
-            attention_mask_BT,
+            batch.input_ids_BT,
+            batch.attention_mask_BT,
             hidden_BTH,
-            mask_BT,
-            features,
-            documents_BT=documents_BT,
+            batch.mask_BT,
+            self._features(hidden_BTH, others_BTW),
+            documents_BT=batch.documents_BT,
             log_sum_BT=log_sum_BT,
             argmax_BT=argmax_BT,
         )
@@ -339,7 +304,7 @@ class CachedTeacher:
 
     def _read(self, rows: tuple[int, ...]) -> tuple[Tensor, ...]:
         """Return the stored tensors; for a GPU in pinned memory, without which the host waits for the copy."""
-        stored = self._cache.read(rows)
+        stored = self._read_rows(rows)
         return tuple(part.pin_memory() for part in stored) if self.lm_head.weight.is_cuda else stored
 
 
@@ -350,7 +315,7 @@ def _states(teacher: OnlineTeacher, texts: list[list[int]], documents: list[list
     ids_BT = torch.tensor([text + [0] * (width - len(text)) for text in texts], device=device)
     seen_BT = torch.tensor([[1] * len(text) + [0] * (width - len(text)) for text in texts], device=device)
     documents_BT = None if documents is None else document_numbers(documents, width).to(device)
-    signals = teacher.signals(ids_BT, seen_BT, seen_BT.bool(), documents_BT=documents_BT)
+    signals = teacher.signals(Batch(ids_BT, seen_BT, seen_BT.bool(), documents_BT=documents_BT))
     states_BTW = stored_states(signals, teacher.layers).cpu()
     return [states_BTW[place, : len(text)] for place, text in enumerate(texts)]
 

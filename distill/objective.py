@@ -21,7 +21,6 @@ from draftsmith.distill.alignment import (
     Compared,
     LmHead,
     Position,
-    Rows,
     TargetChunk,
     TeacherOutput,
     align,
@@ -125,7 +124,7 @@ class AgreementSums:
 
 @dataclass(frozen=True)
 class Objective:
-    """A weighted sum of terms, at one or several temperatures, with a weight for each draft position.
+    """A weighted sum of terms, with a weight for each draft position.
 
     kl, reverse_kl, js, tv, lk_alpha, lk_lambda, ce   see `LOSSES` in `distill/losses.py`
     label             -log q of the text's next token, independent of the target
@@ -135,8 +134,8 @@ class Objective:
     kind: str = "kl"
     mix: Mapping[str, float] = field(default_factory=dict)
     """Weights of several terms; `kind` is then ignored."""
-    temperatures: tuple[float, ...] = (1.0,)
-    """Applied to both p and q; the terms are averaged over them. All other values, such as alpha, use the first."""
+    temperature: float = 1.0
+    """Applied to both p and q."""
     position_decay: float = 0.8
     position_weights: tuple[float, ...] = ()
     """Weight of each draft position; if empty, position k has weight position_decay ** k."""
@@ -211,9 +210,7 @@ class Objective:
             if number < len(chunks):
                 known, tokens = chunks[number]
                 fused = self._is_plain_kl and weights is None
-                target = TargetChunk(
-                    known, lm_head, self.temperatures, vocabulary_D, draft_head=draft_head, fused=fused
-                )
+                target = TargetChunk(known, lm_head, self.temperature, vocabulary_D, draft_head=draft_head, fused=fused)
                 if weights is not None:
                     self._record(weights, target, tokens)
                 waiting.append((target, tokens))
@@ -231,20 +228,20 @@ class Objective:
 
     def _draft_head(self, known: TeacherOutput, lm_head: LmHead, vocabulary_D: Tensor | None) -> LmHead | None:
         """Return the rows of the lm_head for the draft vocabulary, where they give p; else None."""
-        if vocabulary_D is None or known.normalizers is None or tuple(self.temperatures) != (1.0,):
+        if vocabulary_D is None or known.normalizers is None or self.temperature != 1:
             return None
         return draft_rows_of(lm_head, vocabulary_D)
 
     @property
     def _is_plain_kl(self) -> bool:
         """Whether nothing but forward KL at one temperature, and alpha, is computed from the probabilities."""
-        return self.terms.keys() == {"kl"} and len(self.temperatures) == 1 and not self.top_k_weight
+        return self.terms.keys() == {"kl"} and not self.top_k_weight
 
     def _record(self, weights: DraftWeights, target: TargetChunk, tokens: Sequence["_Tokens"]) -> None:
         """Record how far the tokens of a chunk agree; the weights follow from it."""
         for some in tokens:
             compared = target.compare(some.position.student_ND[some.place], some.rows_n, some.position.entry)
-            p_log_ND, q_log_ND = compared.at(self.temperatures[0])
+            p_log_ND, q_log_ND = compared.rows()
             argmax_N = compared.target_argmax_N
             likelihood_N = torch.where(argmax_N >= 0, (-cross_entropy(argmax_N, q_log_ND)).exp(), 0.0)
             weights.record(some.k, some.place, overlap(p_log_ND, q_log_ND), likelihood_N)
@@ -262,7 +259,7 @@ class Objective:
         entry = some.position.entry
         compared = target.compare(student_ND, some.rows_n, entry)
         if compared.p is not None:
-            kl_N, alpha_N = forward_kl_and_alpha(compared.q_ND, compared.p, self.temperatures[0])
+            kl_N, alpha_N = forward_kl_and_alpha(compared.q_ND, compared.p, self.temperature)
             loss_N = self.terms["kl"] * kl_N
         else:
             loss_N, alpha_N = self._compared(compared, extra.length_n is not None, last_alpha)
@@ -284,26 +281,16 @@ class Objective:
         return loss
 
     def _compared(self, compared: Compared, differentiable: bool, last_alpha: float) -> tuple[Tensor, Tensor]:
-        """Return the weighted terms [N], averaged over the temperatures, and alpha [N] at the first of them."""
-        label_rows_N = draft_rows(compared.known.labels_N, compared.vocabulary_D)
-        first = compared.at(self.temperatures[0])
-        loss_N = first.q_log_ND.new_zeros(first.q_log_ND.shape[0])
-        for temperature in self.temperatures:
-            rows = first if temperature == self.temperatures[0] else compared.at(temperature)
-            terms_N = self._terms(rows, compared.target_argmax_N, label_rows_N, last_alpha)
-            loss_N = loss_N + terms_N / len(self.temperatures)
-        if self.top_k_weight:
-            loss_N = loss_N + self.top_k_weight * top_k_cross_entropy(*first, self.top_k)
-        with torch.set_grad_enabled(differentiable):
-            return loss_N, overlap(*first)
-
-    def _terms(self, rows: Rows, target_argmax_N: Tensor, label_rows_N: Tensor, last_alpha: float) -> Tensor:
-        """Return the weighted terms [N]."""
-        total_N = rows.q_log_ND.new_zeros(rows.q_log_ND.shape[0])
-        inputs = LossInputs(*rows, target_argmax_N, label_rows_N, last_alpha)
+        """Return the weighted terms [N] and alpha [N]."""
+        rows, label_rows_N = compared.rows(), draft_rows(compared.known.labels_N, compared.vocabulary_D)
+        inputs = LossInputs(*rows, compared.target_argmax_N, label_rows_N, last_alpha)
+        loss_N = torch.zeros_like(rows[1][:, 0])
         for kind, weight in self.terms.items():
-            total_N = total_N + weight * LOSSES[kind](inputs)
-        return total_N
+            loss_N = loss_N + weight * LOSSES[kind](inputs)
+        if self.top_k_weight:
+            loss_N = loss_N + self.top_k_weight * top_k_cross_entropy(*rows, self.top_k)
+        with torch.set_grad_enabled(differentiable):
+            return loss_N, overlap(*rows)
 
 
 class _Tokens(NamedTuple):

@@ -104,7 +104,7 @@ def agreement(quantized: OnlineTeacher, target: OnlineTeacher, batches: Iterable
     """
     overlap = same = positions = 0.0
     for batch in batches:
-        hidden = [teacher.signals(**vars(batch)).hidden_BTH[batch.mask_BT] for teacher in (quantized, target)]
+        hidden = [teacher.signals(batch).hidden_BTH[batch.mask_BT] for teacher in (quantized, target)]
         for states in zip(*(states_NH.split(TOGETHER) for states_NH in hidden), strict=True):
             logits = [target.lm_head(states_nH).float() for states_nH in states]
             p, other = (logits_nV.softmax(-1) for logits_nV in logits)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.distill.sources import mask_spans
-from draftsmith.distill.teacher import OnlineTeacher, stored_layers
+from draftsmith.distill.teacher import Batch, OnlineTeacher, stored_layers
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.base import FINAL
 from draftsmith.heads.hidden_states import layers_name
@@ -64,11 +64,6 @@ class StoredText(NamedTuple):
                 return part[:, number]
             number -= part.shape[1]
         raise IndexError(number)
-
-    def upto(self, length: int) -> "StoredText":
-        """Return the text without the tokens from `length` on, such as padding."""
-        mask_T = None if self.mask_T is None else self.mask_T[:length]
-        return StoredText(self.ids_T[:length], mask_T, tuple(part[:length] for part in self.parts))
 
 
 def open_states(file: Path, vocab_size: int, hidden_size: int) -> StoredText:
@@ -182,6 +177,8 @@ class StateFiles:
 class FileStates:
     """The states of training rows, read from `files`; see `CachedTeacher`.
 
+    The final states and `layers` are recognised among those of the files by comparison with the target's own.
+
     Raises:
         ConfigError: where the files hold the states of another target, or not all of the needed layers.
     """
@@ -190,12 +187,13 @@ class FileStates:
         self._files, self._rows, self._packed = files, rows, "documents" in rows.column_names
         compared = range(0, len(rows), max(1, len(rows) // COMPARED_TEXTS))[:COMPARED_TEXTS]
         texts = [self._open(self._texts(row)[0]) for row in compared]
-        self._layers = StoredLayers(f"teacher.file={files.folder}", model, stored_layers(layers), texts)
-        self.error = self._layers.error
+        self._finish: Callable[[Tensor], Tensor] | None = None
+        self.error, self._order = self._recognised(model, stored_layers(layers), texts)
 
+    @torch.no_grad()
     def read(self, rows: Sequence[int]) -> tuple[Tensor]:
         """Return the states [B, T, W] of rows, with zeros after each: the final states, then `stored_layers`."""
-        states = [torch.cat([self._states(text) for text in self._texts(row)]) for row in rows]
+        states = [torch.cat([self._states(ids) for ids in self._texts(row)]) for row in rows]
         return (nn.utils.rnn.pad_sequence(states, batch_first=True),)
 
     def _texts(self, row: int) -> list[list[int]]:
@@ -205,57 +203,22 @@ class FileStates:
         return [part.tolist() for part in torch.tensor(ids).split(lengths)]
 
     def _open(self, ids: list[int]) -> StoredText:
-        """Return the states of a text, checked again: training may follow long after the files were listed."""
+        """Return the stored text of these tokens, without padding."""
         file = self._files.find(ids)
         assert file is not None, "rows without a file were left out"
         try:
             text = self._files.open(file)
         except UNREADABLE as error:
             raise ConfigError(f"teacher.file: {file} cannot be read ({reason_of(error)})") from error
-        known = text.ids_T[: len(ids)].tolist()
-        if known != ids[: len(known)] or len(known) < len(ids) - 1:
-            raise ConfigError(f"teacher.file: {file} has changed; expected the {len(ids)} tokens that it had")
-        text = text.upto(len(ids))
-        if not all(bool(part.isfinite().all()) for part in text.parts):
-            raise ConfigError(f"teacher.file: {file} holds states that are not finite; expected numbers")
-        return text
+        return StoredText(text.ids_T[: len(ids)], None, tuple(part[: len(ids)] for part in text.parts))
 
     def _states(self, ids: list[int]) -> Tensor:
+        """Return the final states and the other layers of a text [T, W]; zeros where the last one is missing."""
         text = self._open(ids)
-        states_TW = self._layers.read(text, 0, len(ids))
-        return nn.functional.pad(states_TW, (0, 0, 0, len(ids) - len(states_TW)))
-
-
-class StoredLayers:
-    """The final states and other layers among those of the files, recognised by comparison with the target's own.
-
-    Args:
-        place: setting and folder of the files, for messages.
-        layers: the other layers, see `Needs.layers`.
-        texts: a few of the texts, which the target reads.
-
-    Raises:
-        ConfigError: where the files hold the states of another target, or not all of the needed layers.
-    """
-
-    def __init__(
-        self,
-        place: str,
-        model: PreTrainedModel,
-        layers: tuple[int, ...],
-        texts: Sequence[StoredText],
-    ) -> None:
-        self._place, self.count = place, texts[0].layers
-        self._finish: Callable[[Tensor], Tensor] | None = None
-        self.error, self._order = self._recognised(model, layers, texts)
-
-    @torch.no_grad()
-    def read(self, text: StoredText, start: int, end: int) -> Tensor:
-        """Return the final states and the other layers [T, W] at these positions; the last one may be missing."""
-        final_TH, *others = (text.layer(number)[start:end] for number in self._order)
+        final_TH, *others = (text.layer(number) for number in self._order)
         if self._finish is not None:
             final_TH = self._finish(final_TH).to(final_TH)
-        return torch.cat([final_TH, *others], -1)
+        return nn.functional.pad(torch.cat([final_TH, *others], -1), (0, 0, 0, len(ids) - len(final_TH)))
 
     def _recognised(
         self, model: PreTrainedModel, layers: tuple[int, ...], texts: Sequence[StoredText]
@@ -273,7 +236,7 @@ class StoredLayers:
         shown = ", ".join(f"{_named(layer)} ({error:.1%} off)" for layer, error in zip(nearest, least, strict=True))
         if not known:
             raise ConfigError(
-                f"{self._place}: the states are not the target's; the nearest ones are {shown}; "
+                f"teacher.file={self._files.folder}: the states are not the target's; the nearest ones are {shown}; "
                 f"expected a difference below {TOLERANCE:.0%}"
             )
         if FINAL not in known and depth in known:
@@ -283,7 +246,8 @@ class StoredLayers:
         if missing:
             wanted = " and ".join(map(_named, missing))
             raise ConfigError(
-                f"{self._place} holds {shown}; expected {wanted} as well (the final states are layer {depth} for vLLM)"
+                f"teacher.file={self._files.folder} holds {shown}; expected {wanted} as well "
+                f"(the final states are layer {depth} for vLLM)"
             )
         used = [known[layer] for layer in (FINAL, *layers)]
         return max(least[number] for number in used), used
@@ -303,7 +267,7 @@ def _errors(teacher: OnlineTeacher, text: StoredText) -> Tensor:
 def _own_states(teacher: OnlineTeacher, ids: list[int]) -> Tensor:
     """Return the target's states of a text: its layers in order, and the final ones [L, T, H] in fp32."""
     ids_1T = torch.tensor([ids], device=teacher.lm_head.weight.device)
-    signals = teacher.signals(ids_1T, torch.ones_like(ids_1T), torch.ones_like(ids_1T, dtype=torch.bool))
+    signals = teacher.signals(Batch(ids_1T, torch.ones_like(ids_1T), torch.ones_like(ids_1T, dtype=torch.bool)))
     final_TH, features_TF = signals.hidden_BTH[0], signals.features_BTF
     assert features_TF is not None, "the teacher has layers"
     layers_LTH = features_TF[0].reshape(len(ids), -1, final_TH.shape[-1]).transpose(0, 1)

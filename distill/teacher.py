@@ -1,6 +1,7 @@
 """The online teacher: the target's final hidden states, from which p is computed chunk by chunk."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
@@ -32,6 +33,24 @@ class TargetHead(Protocol):
     def __call__(self, states_NH: Tensor, /) -> Tensor: ...
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Padded texts. `mask_BT` marks positions whose next token belongs to a response."""
+
+    input_ids_BT: Tensor
+    attention_mask_BT: Tensor
+    mask_BT: Tensor
+    source_BS: Tensor | None = None
+    """Input of an encoder; the input ids are then the decoder's."""
+    source_mask_BS: Tensor | None = None
+    rows: Sequence[int] = ()
+    """Indices of its rows in the data."""
+    documents_BT: Tensor | None = None
+    """For packed rows, the number of each position's document; see `TeacherSignals`."""
+    inputs: Sequence[ProcessorInputs | None] = ()
+    """The processor's tensors of each row, where one of them begins with images."""
+
+
 class OnlineTeacher:
     """Run the frozen target without its lm_head: H numbers a token instead of a row of logits.
 
@@ -44,41 +63,27 @@ class OnlineTeacher:
         self.lm_head = cast(TargetHead, logits_head(model))  # modules are typed loosely
         measure_flat_rows(model)
 
-    def signals(
-        self,
-        input_ids_BT: Tensor,
-        attention_mask_BT: Tensor,
-        mask_BT: Tensor,
-        source_BS: Tensor | None = None,
-        source_mask_BS: Tensor | None = None,
-        rows: Sequence[int] = (),
-        documents_BT: Tensor | None = None,
-        inputs: Sequence[ProcessorInputs | None] = (),
-        *,
-        gradient: bool = False,
-    ) -> TeacherSignals:
+    def signals(self, batch: Batch, *, gradient: bool = False) -> TeacherSignals:
         """Return the target's signals for a batch; see `TeacherSignals` for mask, source and documents.
 
-        `rows` is read by cached teachers only (distill/hidden_state_cache.py). `gradient`: keep the
-        target's graph, since its adapters are trained with the drafter. `inputs`: the processor's tensors of rows that
-        begin with images; then rows are read one after another, as their tensors cannot be joined in general.
+        `gradient`: keep the target's graph, since its adapters are trained with the drafter. Rows that begin with
+        images are read one after another, as the processor's tensors cannot be joined in general.
         """
-        text = (input_ids_BT, attention_mask_BT)
-        if any(inputs):
-            return self._with_images(text, mask_BT, inputs)
+        if any(batch.inputs):
+            return self._with_images(batch)
+        text, source = (batch.input_ids_BT, batch.attention_mask_BT), (batch.source_BS, batch.source_mask_BS)
         with torch.set_grad_enabled(gradient):
-            hidden_BTH = final_states(self.model, *text, source_BS, source_mask_BS, documents_BT)
+            hidden_BTH = final_states(self.model, *text, *source, batch.documents_BT)
         features_BTF = None if self._features is None else self._features.take()
-        return TeacherSignals(*text, hidden_BTH, mask_BT, features_BTF, source_BS, source_mask_BS, documents_BT)
+        return TeacherSignals(*text, hidden_BTH, batch.mask_BT, features_BTF, *source, batch.documents_BT)
 
     @torch.no_grad()
-    def _with_images(
-        self, text: tuple[Tensor, Tensor], mask_BT: Tensor, inputs: Sequence[ProcessorInputs | None]
-    ) -> TeacherSignals:
+    def _with_images(self, batch: Batch) -> TeacherSignals:
         """Return the signals of rows read one after another; padding has states of zero."""
         hidden: list[Tensor] = []
         features: list[Tensor] = []
-        for ids_T, kept_T, given in zip(*text, inputs, strict=True):
+        text = (batch.input_ids_BT, batch.attention_mask_BT)
+        for ids_T, kept_T, given in zip(*text, batch.inputs, strict=True):
             ids_1T = ids_T[None, : int(kept_T.sum())]
             hidden.append(final_states(self.model, ids_1T, torch.ones_like(ids_1T), inputs=given)[0])
             if self._features is not None:
@@ -89,7 +94,7 @@ class OnlineTeacher:
             rows = [nn.functional.pad(state_TX, (0, 0, 0, width - len(state_TX))) for state_TX in states]
             return torch.stack(rows)
 
-        return TeacherSignals(*text, padded(hidden), mask_BT, padded(features) if features else None)
+        return TeacherSignals(*text, padded(hidden), batch.mask_BT, padded(features) if features else None)
 
 
 @torch.no_grad()

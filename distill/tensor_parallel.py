@@ -4,7 +4,6 @@ transformers shards each matrix as it is read, as the model's own plan says (arX
 plan of expert parallelism says. Embeddings and lm_head, which drafters read, stay whole.
 """
 
-from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.base import TeacherSignals
 from draftsmith.heads.hidden_states import layer_lists
@@ -173,31 +172,20 @@ class GroupTeacher:
         self.model, self.lm_head = teacher.model, teacher.lm_head
         self._teacher, self._group = teacher, group
 
-    def signals(
-        self,
-        input_ids_BT: Tensor,
-        attention_mask_BT: Tensor,
-        mask_BT: Tensor,
-        source_BS: None = None,
-        source_mask_BS: None = None,
-        rows: Sequence[int] = (),
-        documents_BT: Tensor | None = None,
-        inputs: tuple[()] = (),
-    ) -> TeacherSignals:
+    def signals(self, batch: Batch) -> TeacherSignals:
         """Return the signals of this process's batch; all processes of the group must call it."""
-        own, given = dist.get_rank(self._group), [input_ids_BT, attention_mask_BT, mask_BT]
-        packed = documents_BT is not None  # for all processes or for none
-        text_SBT = torch.stack([part.long() for part in ([*given, documents_BT] if packed else given)])
+        own, given = dist.get_rank(self._group), [batch.input_ids_BT, batch.attention_mask_BT, batch.mask_BT]
+        packed = [] if batch.documents_BT is None else [batch.documents_BT]  # for all processes or for none
+        text_SBT = torch.stack([part.long() for part in (*given, *packed)])
         kept: TeacherSignals | None = None
         for turn in range(dist.get_world_size(self._group)):
             shape = torch.tensor(text_SBT.shape, device=text_SBT.device)
             dist.broadcast(shape, group_src=turn, group=self._group)
             read_SBT = text_SBT if turn == own else text_SBT.new_empty(shape.tolist())
             dist.broadcast(read_SBT, group_src=turn, group=self._group)
-            ids_BT, seen_BT, trained_BT = read_SBT[:3]
-            signals = self._teacher.signals(
-                ids_BT, seen_BT, trained_BT.bool(), documents_BT=read_SBT[3] if packed else None
-            )
+            ids_BT, seen_BT, trained_BT, *documents = read_SBT
+            documents_BT = documents[0] if documents else None
+            signals = self._teacher.signals(Batch(ids_BT, seen_BT, trained_BT.bool(), documents_BT=documents_BT))
             kept = signals if turn == own else kept
         assert kept is not None, "every process has a turn"
         return kept

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sampling import Processors, Sampling
-from draftsmith.distill.teacher import OnlineTeacher, TargetHead
+from draftsmith.distill.teacher import Batch, OnlineTeacher, TargetHead
 from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import AutoregressiveDrafter
 from draftsmith.heads.base import Drafter, DraftStates, TeacherSignals, TrainableDrafter
@@ -268,7 +268,7 @@ def signals_of(teacher: OnlineTeacher, texts: list[TargetText]) -> TeacherSignal
     for row, text in enumerate(texts):
         mask_BT[row, text.prompt_length : len(text.tokens) - 1] = True
     sources = _padded([text.source for text in texts], device) if texts[0].source else (None, None)
-    return teacher.signals(ids_BT, attention_BT, mask_BT, *sources)
+    return teacher.signals(Batch(ids_BT, attention_BT, mask_BT, *sources))
 
 
 def _padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -279,7 +279,7 @@ def make_teacher(context: RunContext, target: PreTrainedModel, drafter: Drafter,
 
         read = FileStates(data.states, target, drafter.needs.layers, rows)
         console.say(f"teacher: states of {settings.file}, at most {read.error:.2%} from the target's on a few texts")
-        return CachedTeacher(online, read)
+        return CachedTeacher(online, read.read)
     cache = SignalCache(
         target,
         rows,
@@ -306,7 +306,7 @@ def make_teacher(context: RunContext, target: PreTrainedModel, drafter: Drafter,
         f"teacher cache: {sum(cache.lengths)} tokens at {cache.bytes_a_token():.0f} bytes each in {cache.folder}; "
         f"{len(missing)} of {cache.shards} shards were built now"
     )
-    return CachedTeacher(online, cache)
+    return CachedTeacher(online, cache.read)
 
 
 def make_step(

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from draftsmith.distill.dataset import HeldOut
+from draftsmith.distill.teacher import Batch
 from draftsmith.heads.base import Drafter
 from draftsmith.metrics import acceptance_at, alpha, position_counts, tau
 from draftsmith.train.data import TrainingData
@@ -17,7 +18,7 @@ from draftsmith.train.launch import RunContext
 from draftsmith.train.learning_rates import decay_steps
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.recipe_sections import EvaluationSection
-from draftsmith.train.step import Batch, Last, ReadImages, StepSums, response_tokens
+from draftsmith.train.step import Last, ReadImages, StepSums, response_tokens
 
 if TYPE_CHECKING:  # the decoder is imported by the first evaluation
     from draftsmith.decode.sequence import DecodeOutput

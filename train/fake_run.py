@@ -27,14 +27,14 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
 from draftsmith.distill.load_target import DTYPES, decoder_class
-from draftsmith.distill.teacher import OnlineTeacher, TargetHead
+from draftsmith.distill.teacher import Batch, OnlineTeacher, TargetHead
 from draftsmith.errors import DraftsmithError
 from draftsmith.heads import TrainableDrafter
 from draftsmith.heads.base import TeacherSignals
 from draftsmith.heads.read_positions import SequencePart
 from draftsmith.train.bootstrap import check_target, make_step, new_drafter
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.step import Batch, Last, Teacher
+from draftsmith.train.step import Last, Teacher
 
 # Shapes: B sequences, T positions, S positions of the source, H hidden size, V vocabulary, F features.
 
@@ -144,13 +144,17 @@ class _StoredTeacher:
         self.lm_head = lm_head
         self._layers = len(drafter.needs.layers)
 
-    def signals(
-        self, input_ids_BT: Tensor, attention_mask_BT: Tensor, mask_BT: Tensor, **others: Any
-    ) -> TeacherSignals:
-        weight_VH, shape, text = self.lm_head.weight, input_ids_BT.shape, (input_ids_BT, attention_mask_BT)
-        hidden = weight_VH.shape[1]
+    def signals(self, batch: Batch) -> TeacherSignals:
+        weight_VH, shape, hidden = self.lm_head.weight, batch.input_ids_BT.shape, self.lm_head.weight.shape[1]
         features_BTF = weight_VH.new_empty(*shape, self._layers * hidden) if self._layers else None
-        return TeacherSignals(*text, weight_VH.new_empty(*shape, hidden), mask_BT, features_BTF)
+        return TeacherSignals(
+            batch.input_ids_BT,
+            batch.attention_mask_BT,
+            weight_VH.new_empty(*shape, hidden),
+            batch.mask_BT,
+            features_BTF,
+            documents_BT=batch.documents_BT,
+        )
 
 
 ATEN = torch.ops.aten

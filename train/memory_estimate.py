@@ -13,7 +13,7 @@ from draftsmith.distill.hidden_state_cache import DTYPES as SHARD_DTYPES
 from draftsmith.distill.hidden_state_cache import TOGETHER, stored_states
 from draftsmith.distill.load_target import DTYPES, load_tokenizer
 from draftsmith.distill.quantization import saved_bytes
-from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.hidden_states import final_states, layer_lists
@@ -258,7 +258,7 @@ def _caching_bytes(
     rows = min(settings.shard_rows, recipe.data.count * recipe.data.responses)
     before = live.peak = live.now
     ids_BT = torch.zeros(min(TOGETHER, rows), sequence_length(recipe), dtype=torch.long)
-    signals = teacher.signals(ids_BT, torch.ones_like(ids_BT), ids_BT == 0)
+    signals = teacher.signals(Batch(ids_BT, torch.ones_like(ids_BT), ids_BT == 0))
     states_BTW = stored_states(signals, teacher.layers)
     one_pass = live.peak - before
     of_row = states_BTW.numel() // len(ids_BT)

@@ -187,8 +187,6 @@ class Recipe(Section):
     def objective_options(self, draft_length: int) -> dict[str, Any]:
         """Return the keyword arguments of `Objective`."""
         options = self.objective.model_dump()
-        temperature = options.pop("temperature")
-        options["temperatures"] = tuple(temperature) if isinstance(temperature, list) else (temperature,)
         return {**options, "position_weights": tuple(options["position_weights"]), "draft_length": draft_length}
 
     @property

@@ -65,7 +65,6 @@ if TYPE_CHECKING:
 else:  # the keys of the tables
     Term, OptimizerName, ScheduleName = Literal[*LOSSES], Literal[*OPTIMIZERS], Literal[*SCHEDULES]
 Weight = Annotated[Number, Field(ge=0)]
-Temperature = Annotated[Number, Field(gt=0)]
 
 
 class ObjectiveSection(Section):
@@ -74,8 +73,8 @@ class ObjectiveSection(Section):
     with the text's own next token (label), LK-lambda, or the expected accepted length; see distill/objective.py."""
     mix: dict[Term, Weight] = Field(default_factory=dict)
     """Weights of several terms, instead of `kind`."""
-    temperature: Temperature | Annotated[list[Temperature], Field(min_length=1)] = 1.0
-    """Temperature of both p and q in the objective; losses of several are averaged. For greedy decoding use 'ce'."""
+    temperature: Annotated[Number, Field(gt=0)] = 1.0
+    """Temperature of both p and q in the objective. For greedy decoding use 'ce'."""
     position_decay: Annotated[Number, Field(gt=0, le=1)] = 0.8
     """Draft position k has the weight position_decay ** k."""
     position_weights: list[Weight] = Field(default_factory=list)

@@ -4,13 +4,14 @@ from collections.abc import Callable
 
 import torch
 
+from draftsmith.distill.teacher import Batch
 from draftsmith.heads.base import FirstBatch, TeacherSignals, TrainableDrafter
 from draftsmith.heads.start import fit_start, frequencies, input_sizes
 from draftsmith.train.data import TrainingData, token_counts
 from draftsmith.train.learning_rates import starts_trained
 from draftsmith.train.optimizers import Sizes
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.step import Batch, Teacher, batch_indices
+from draftsmith.train.step import Teacher, batch_indices
 from draftsmith.train.stopping import finite_rows
 
 TOKENS = 2048
@@ -54,7 +55,7 @@ def _signals(
     excluded = set(recipe.data.exclude_rows)
     while not excluded.issuperset(range(data.trained)):
         indices = _first_rows(recipe, data, excluded)
-        signals = teacher.signals(**vars(batch(indices)))
+        signals = teacher.signals(batch(indices))
         finite = finite_rows(teacher, signals, recipe.objective.chunk_tokens)
         if all(finite):
             return signals

@@ -3,9 +3,9 @@
 The rows depend on seed and step alone, so that resuming needs no saved state.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from datasets import Dataset
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from draftsmith.decode.clock import PartClock
 from draftsmith.distill.cotraining import Adapters, quality_kl
 from draftsmith.distill.objective import Objective
-from draftsmith.distill.teacher import OnlineTeacher, TargetHead
+from draftsmith.distill.teacher import Batch, OnlineTeacher, TargetHead
 from draftsmith.heads.base import TeacherSignals, TrainableDrafter
 from draftsmith.heads.hidden_states import ProcessorInputs, document_numbers
 from draftsmith.heads.lora import without_lora
@@ -62,24 +62,6 @@ def _permutation(seed: int, epoch: int, length: int) -> list[int]:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
         _last[key] = torch.randperm(length, generator=generator).tolist()
     return _last[key]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A padded part of a global batch. `mask_BT` marks positions whose next token belongs to a response."""
-
-    input_ids_BT: Tensor
-    attention_mask_BT: Tensor
-    mask_BT: Tensor
-    source_BS: Tensor | None = None
-    """Input of an encoder; the input ids are then the decoder's."""
-    source_mask_BS: Tensor | None = None
-    rows: Sequence[int] = ()
-    """Indices of its rows in the data."""
-    documents_BT: Tensor | None = None
-    """For packed rows, the number of each position's document; see `TeacherSignals`."""
-    inputs: Sequence[ProcessorInputs | None] = ()
-    """The processor's tensors of each row, where one of them begins with images."""
 
 
 def collate(
@@ -138,12 +120,12 @@ def response_tokens(rows: Dataset, indices: list[int]) -> int:
 
 
 class Teacher(Protocol):
-    """The target in the loop, its stored hidden states, or a file of log-probabilities."""
+    """The target in the loop, or its stored hidden states."""
 
     lm_head: TargetHead
 
-    def signals(self, *batch: Any, **values: Any) -> TeacherSignals:
-        """Return the target's outputs for the values of a `Batch`; the online teacher's may have a source or images."""
+    def signals(self, batch: Batch) -> TeacherSignals:
+        """Return the target's outputs for a batch. Only the online teacher takes a source or images."""
         ...
 
 
@@ -195,7 +177,7 @@ class AgreementStep(nn.Module):
     def forward(self, batch: Batch, done: float, last: Last) -> StepSums:
         """`done`: the share of the run's steps that have been taken."""
         teacher = self._teacher[0]
-        signals = teacher.signals(**vars(batch))
+        signals = teacher.signals(batch)
         if self._part is not None:
             signals = replace(signals, part=self._part)
         self.clock.end("teacher")
@@ -237,8 +219,8 @@ class CotrainStep(AgreementStep):
             sums = super().forward(batch, done, last)
             return sums._replace(loss=sums.loss + 0 * sum(weight.sum() for weight in self.adapters))
         with without_lora(teacher.model):
-            original_NH = teacher.signals(**vars(batch)).hidden_BTH[batch.mask_BT]
-        signals = teacher.signals(**vars(batch), gradient=True)
+            original_NH = teacher.signals(batch).hidden_BTH[batch.mask_BT]
+        signals = teacher.signals(batch, gradient=True)
         self.clock.end("teacher")
         chunk = self._objective.chunk_tokens
         quality = quality_kl(teacher.lm_head, original_NH, signals.hidden_BTH[batch.mask_BT], chunk)

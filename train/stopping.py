@@ -15,13 +15,14 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from draftsmith.distill.load_target import LoadedTarget
+from draftsmith.distill.teacher import Batch
 from draftsmith.errors import DraftsmithError
 from draftsmith.heads.base import TeacherSignals
 from draftsmith.storage import write_json
 from draftsmith.train.data import TrainingData
 from draftsmith.train.launch import RunContext, autocast
 from draftsmith.train.run_folder import CHECKPOINTS, FAILED
-from draftsmith.train.step import Batch, Teacher
+from draftsmith.train.step import Teacher
 
 NAMED = 8
 """Rows that a message names."""
@@ -152,7 +153,7 @@ def _wrong_rows(
     wrong: list[int] = []
     with autocast(context.recipe, context.accelerator.device):
         for row in own:
-            signals = teacher.signals(**vars(batch([row])))
+            signals = teacher.signals(batch([row]))
             if not all(finite_rows(teacher, signals, context.recipe.objective.chunk_tokens)):
                 wrong.append(row)
     return sorted(set(gather_object(wrong)))

@@ -15,6 +15,7 @@ from accelerate.utils import broadcast_object_list
 
 from draftsmith.decode.clock import PartClock
 from draftsmith.distill.cotraining import measure_quality
+from draftsmith.distill.teacher import Batch
 from draftsmith.heads.model_config import context_limit, start_token
 from draftsmith.storage import hold_folder
 from draftsmith.train.bootstrap import compile_drafter, load_parts, make_engine, make_step, sequence_part
@@ -36,7 +37,7 @@ from draftsmith.train.run_folder import (
     read_metrics,
 )
 from draftsmith.train.start import start_drafter
-from draftsmith.train.step import Batch, Last, StepSums, batch_indices, collate, response_tokens
+from draftsmith.train.step import Last, StepSums, batch_indices, collate, response_tokens
 from draftsmith.train.stopping import Stopping, failure, leave
 
 

@@ -12,10 +12,10 @@ from transformers import LlamaForCausalLM
 from draftsmith.distill.hidden_state_cache import CachedTeacher, SignalCache
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.quantization import agreement, quantize
-from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.heads.base import FINAL
 from draftsmith.train.progress import MemoryMeter
-from draftsmith.train.step import AgreementStep, Batch, Last, collate
+from draftsmith.train.step import AgreementStep, Last, collate
 
 pytestmark = pytest.mark.gpu
 OBJECTIVES = {
@@ -138,9 +138,9 @@ def test_cached_states_arrive_while_the_next_are_read(
     teacher = OnlineTeacher(target, (1, FINAL))
     cache = SignalCache(target, rows, teacher.layers, dtype, shard_rows=16)
     cache.build(cache.missing()[0], teacher, lambda: None)
-    cached, order = CachedTeacher(teacher, cache), [[row, 39 - row, row // 2] for row in range(40)]
+    cached, order = CachedTeacher(teacher, cache.read), [[row, 39 - row, row // 2] for row in range(40)]
     cached.expect(order)
-    found = [cached.signals(**vars(collate(rows, some, device))).hidden_BTH for some in order]
+    found = [cached.signals(collate(rows, some, device)).hidden_BTH for some in order]
     for some, hidden_BTH in zip(order, found, strict=True):
         expected_BTH = cache.read(some)[..., : hidden_BTH.shape[-1]].to(device, hidden_BTH.dtype)
         assert torch.equal(hidden_BTH[:, : expected_BTH.shape[1]], expected_BTH)

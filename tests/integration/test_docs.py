@@ -33,7 +33,7 @@ from draftsmith.decode.verification import Rule
 from draftsmith.distill.load_target import load_target
 from draftsmith.distill.losses import LOSSES, LossInputs, overlap
 from draftsmith.distill.objective import Objective
-from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.eval.forecast.profile import CostModel
 from draftsmith.eval.teacher_forced import acceptance_measure, agreement, sample_texts
 from draftsmith.heads import HEADS
@@ -43,7 +43,7 @@ from draftsmith.heads.configs import DRAFTERS, VocabularyOption
 from draftsmith.train.evaluation import METRICS
 from draftsmith.train.optimizers import OPTIMIZERS, SCHEDULES
 from draftsmith.train.recipe import Recipe, parse_recipe
-from draftsmith.train.step import AgreementStep, Batch, Last
+from draftsmith.train.step import AgreementStep, Last
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

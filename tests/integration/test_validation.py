@@ -62,7 +62,7 @@ def test_the_loss_is_the_mean_objective_over_samples_that_are_not_trained_on(
         objective = Objective(**recipe.objective_options(run.draft_length))
         sums = []
         for index in range(run.data.trained, 36):
-            signals = run.teacher.signals(**vars(run.batch([index])))
+            signals = run.teacher.signals(run.batch([index]))
             sums.append(objective(run.drafter.unroll(signals), signals, run.teacher.lm_head))
         tokens = sum(int(one.count_K[0]) for one in sums)
         assert found["loss"] == pytest.approx(float(sum(one.loss for one in sums)) / tokens, rel=1e-5)

@@ -18,7 +18,7 @@ from draftsmith.decode.passes import graphs
 from draftsmith.decode.policies import StaticTree, widths_shape
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.target import TransformersTarget
-from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import FINAL
@@ -159,7 +159,7 @@ def test_the_teacher_reads_rows_with_their_images(family: str) -> None:
     ids = torch.tensor([text + [0] * (width - len(text)) for text in texts])
     mask = torch.tensor([[1] * len(text) + [0] * (width - len(text)) for text in texts])
     teacher = OnlineTeacher(model, layers=(1, FINAL))
-    signals = teacher.signals(ids, mask, mask.bool(), inputs=[given or None for given in inputs])
+    signals = teacher.signals(Batch(ids, mask, mask.bool(), inputs=[given or None for given in inputs]))
     assert signals.features_BTF is not None
     for row, (one, text) in enumerate(zip(asked, texts, strict=True)):
         whole = ImagePrompt(text, inputs[row])

@@ -18,7 +18,7 @@ from draftsmith import SpeculativeDecoder
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.distill.hidden_state_cache import CachedTeacher, SignalCache
 from draftsmith.distill.objective import Objective
-from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.eval.teacher_forced import acceptance_measure, agreement, sample_texts
 from draftsmith.heads import HEADS
@@ -26,7 +26,7 @@ from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.lm_head import logits_head, logits_map
 from draftsmith.train.bootstrap import check_target
 from draftsmith.train.recipe import parse_recipe
-from draftsmith.train.step import AgreementStep, Batch, Last
+from draftsmith.train.step import AgreementStep, Last
 
 TINY: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4}
 TINY |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128}
@@ -86,7 +86,7 @@ def own_logits(model: PreTrainedModel, read: Batch) -> Tensor:
 def test_p_is_that_of_the_models_own_logits(name: str) -> None:
     target, read = target_of(name), batch()
     teacher = OnlineTeacher(target)
-    hidden_NH = teacher.signals(**vars(read)).hidden_BTH[read.mask_BT]
+    hidden_NH = teacher.signals(read).hidden_BTH[read.mask_BT]
     expected_NV = own_logits(target, read)
     torch.testing.assert_close(teacher.lm_head(hidden_NH), expected_NV, rtol=1e-13, atol=1e-13)
     lm_head = target.get_output_embeddings()
@@ -104,7 +104,7 @@ def test_p_of_an_encoder_decoder_model_with_a_bias() -> None:
     bias += torch.randn_like(bias)
     ids_BT = batch().input_ids_BT
     teacher, mask_BT = OnlineTeacher(target), torch.ones_like(ids_BT)
-    hidden_BTH = teacher.signals(ids_BT, mask_BT, mask_BT.bool(), ids_BT.flip(1)).hidden_BTH
+    hidden_BTH = teacher.signals(Batch(ids_BT, mask_BT, mask_BT.bool(), ids_BT.flip(1))).hidden_BTH
     expected_BTV = target(input_ids=ids_BT.flip(1), decoder_input_ids=ids_BT).logits
     torch.testing.assert_close(teacher.lm_head(hidden_BTH), expected_BTV, rtol=1e-13, atol=1e-13)
 
@@ -126,10 +126,10 @@ def test_the_loss_of_a_step_is_that_of_the_models_own_logits(
     cache.build(range(cache.shards), online, lambda: None)
     losses = [
         AgreementStep(drafter, Objective("kl", draft_length=1), teacher)(read, 0.0, Last()).loss
-        for teacher in (online, CachedTeacher(online, cache))
+        for teacher in (online, CachedTeacher(online, cache.read))
     ]
     logits_BTV = target(input_ids=read.input_ids_BT, attention_mask=read.attention_mask_BT).logits
-    states_BTH = online.signals(**vars(read)).hidden_BTH
+    states_BTH = online.signals(read).hidden_BTH
     # Head 1 predicts the token after the next: its state at t is compared with p at t + 1.
     follows_BT = read.mask_BT[:, 1:]
     p_log = logits_BTV[:, 1:][follows_BT].log_softmax(-1)
@@ -179,7 +179,7 @@ def test_heads_with_the_targets_lm_head_draft_with_its_operations(
     ids_1T = torch.tensor([[*prompt, *after, 6]])
     mask_1T = torch.zeros_like(ids_1T, dtype=torch.bool)
     mask_1T[0, len(prompt) :] = True
-    signals = OnlineTeacher(target, drafter.needs.layers).signals(ids_1T, torch.ones_like(ids_1T), mask_1T)
+    signals = OnlineTeacher(target, drafter.needs.layers).signals(Batch(ids_1T, torch.ones_like(ids_1T), mask_1T))
     entry = drafter.unroll(signals)[0]
     place = len(prompt)  # of the token that the target adds to the prompt before the first draft
     states_ND, places = entry.hidden_BTD, entry.places_N
@@ -211,7 +211,7 @@ def test_a_final_feature_is_the_input_of_the_lm_head() -> None:
     """MiniCPM3 divides its last hidden state before the lm_head, so EAGLE reads, predicts and drafts divided states."""
     target = target_of("MiniCPM3ForCausalLM")
     drafter = HEADS["eagle"].from_target(target).double().eval()
-    signals = OnlineTeacher(target, drafter.needs.layers).signals(**vars(batch()))
+    signals = OnlineTeacher(target, drafter.needs.layers).signals(batch())
     assert logits_map(target).state_scale not in (1.0, None)
     torch.testing.assert_close(signals.features_BTF, signals.hidden_BTH)
     out = SpeculativeDecoder(target, drafter, draft_length=3).generate([5, 9, 33], max_new_tokens=12)

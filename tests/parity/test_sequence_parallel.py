@@ -10,13 +10,13 @@ from forked import run_group
 from torch import nn
 
 from draftsmith.distill.objective import Objective
-from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS, unrolled_attention
 from draftsmith.heads.read_positions import SequencePart
 from draftsmith.train.bootstrap import check_target
 from draftsmith.train.recipe import parse_recipe
-from draftsmith.train.step import AgreementStep, Batch, Last
+from draftsmith.train.step import AgreementStep, Last
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 COUNT = 3

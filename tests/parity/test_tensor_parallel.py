@@ -13,7 +13,7 @@ from transformers import Qwen3MoeConfig as Config
 from transformers import Qwen3MoeForCausalLM as Experts
 
 from draftsmith.distill.load_target import load_target
-from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.distill.tensor_parallel import (
     GroupTeacher,
     group_of,
@@ -50,7 +50,7 @@ def require_parts(rank: int, place: Path) -> None:
         seen_BT = torch.ones_like(ids_BT)
         documents_BT = document_numbers([[4, 3], [5]], 9 + rank) if packed else None
         given = {"input_ids_BT": ids_BT, "attention_mask_BT": seen_BT, "mask_BT": ids_BT > 30}
-        mine, wanted = (teacher.signals(**given, documents_BT=documents_BT) for teacher in (ours, theirs))
+        mine, wanted = (teacher.signals(Batch(**given, documents_BT=documents_BT)) for teacher in (ours, theirs))
         for name, value in vars(wanted).items():
             torch.testing.assert_close(getattr(mine, name), value, **CLOSE)
 

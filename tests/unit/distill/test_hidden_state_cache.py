@@ -45,7 +45,7 @@ def built(dtype: str, rows: Dataset, gain: float = 1.0) -> tuple[SignalCache, On
 
 def both(cache: SignalCache, teacher: OnlineTeacher, rows: Dataset) -> tuple[TeacherSignals, TeacherSignals]:
     batch = collate(rows, [7, 0, 9], CPU)
-    return teacher.signals(**vars(batch)), CachedTeacher(teacher, cache).signals(**vars(batch))
+    return teacher.signals(batch), CachedTeacher(teacher, cache.read).signals(batch)
 
 
 def seen(x_BTH: Tensor, signals: TeacherSignals) -> Tensor:
@@ -162,7 +162,7 @@ def test_normalizers_are_those_of_the_stored_states(dtype: str) -> None:
     cache.build(cache.missing()[0], teacher, lambda: None)
     assert cache.missing() == ([], [])
     batch = collate(rows, [7, 0, 9], CPU)
-    signals = CachedTeacher(teacher, cache).signals(**vars(batch))
+    signals = CachedTeacher(teacher, cache.read).signals(batch)
     logits_BTV = model.lm_head(signals.hidden_BTH)
     assert signals.log_sum_BT is not None
     assert signals.argmax_BT is not None
@@ -171,7 +171,7 @@ def test_normalizers_are_those_of_the_stored_states(dtype: str) -> None:
     plain = SignalCache(model, rows, LAYERS, dtype, shard_rows=4)
     assert plain.key != cache.key
     plain.build(plain.missing()[0], teacher, lambda: None)
-    assert CachedTeacher(teacher, plain).signals(**vars(batch)).log_sum_BT is None
+    assert CachedTeacher(teacher, plain.read).signals(batch).log_sum_BT is None
 
 
 def packed_rows(documents: list[list[int]]) -> Dataset:
@@ -183,7 +183,7 @@ def test_packed_rows_are_cached_as_the_target_sees_them_online() -> None:
     rows = packed_rows(DOCUMENTS)
     cache, teacher = built("float32", rows)
     batch = collate(rows, [2, 0, 3, 1], CPU)
-    online, cached = teacher.signals(**vars(batch)), CachedTeacher(teacher, cache).signals(**vars(batch))
+    online, cached = teacher.signals(batch), CachedTeacher(teacher, cache.read).signals(batch)
     assert cached.documents_BT is online.documents_BT is batch.documents_BT is not None
     for a, b in ((online.hidden_BTH, cached.hidden_BTH), (online.features_BTF, cached.features_BTF)):
         torch.testing.assert_close(seen(b, cached), seen(a, online), rtol=1e-5, atol=1e-5)
@@ -227,10 +227,10 @@ def test_expected_rows_are_read_ahead_once_and_give_the_same_states(monkeypatch:
     of_rows = cache.read
     monkeypatch.setattr(cache, "read", lambda some: (read.extend(some), of_rows(some))[1])
     order = [[7, 0], [3, 1], [9, 2], [5, 5]]
-    plain, ahead = CachedTeacher(teacher, cache), CachedTeacher(teacher, cache)
+    plain, ahead = CachedTeacher(teacher, cache.read), CachedTeacher(teacher, cache.read)
 
     def states(teacher: CachedTeacher, indices: list[int]) -> Tensor:
-        signals = teacher.signals(**vars(collate(rows, indices, CPU)))
+        signals = teacher.signals(collate(rows, indices, CPU))
         assert signals.features_BTF is not None
         return torch.cat([signals.hidden_BTH, signals.features_BTF], -1)
 

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, T5Config, T5
 
 from draftsmith import SpeculativeDecoder, load_drafter
 from draftsmith.distill.objective import Objective
-from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import TrainableDrafter
@@ -112,7 +112,7 @@ def unrolled_logits(
     ids_1T = torch.tensor([tokens])
     mask_1T = torch.zeros_like(ids_1T, dtype=torch.bool)
     mask_1T[0, anchor:] = True
-    signals = OnlineTeacher(target, drafter.needs.layers).signals(ids_1T, torch.ones_like(ids_1T), mask_1T)
+    signals = OnlineTeacher(target, drafter.needs.layers).signals(Batch(ids_1T, torch.ones_like(ids_1T), mask_1T))
     unrolled = drafter.unroll(signals)
     if len(unrolled) == 1 and unrolled[0].offset == 0:  # a draft model's one state a position serves all depths
         entry = unrolled[0]
@@ -323,7 +323,7 @@ def test_half_precision(name: str) -> None:
     drafter = make(name, target)
     ids_BT = torch.randint(2, 64, (2, 12))
     mask_BT = torch.ones_like(ids_BT, dtype=torch.bool)
-    signals = OnlineTeacher(target, drafter.needs.layers).signals(ids_BT, torch.ones_like(ids_BT), mask_BT)
+    signals = OnlineTeacher(target, drafter.needs.layers).signals(Batch(ids_BT, torch.ones_like(ids_BT), mask_BT))
     loss = Objective(feature_weight=1.0)(drafter.unroll(signals), signals, target.get_output_embeddings()).loss
     loss.backward()
     trained = [parameter for parameter in drafter.parameters() if parameter.requires_grad]
@@ -382,7 +382,7 @@ def test_a_confidence_head_ends_drafts(tmp_path: Path) -> None:
     drafter = make("dspark", target)
     ids_BT = torch.randint(2, 64, (4, 24))
     mask_BT = torch.ones_like(ids_BT, dtype=torch.bool)
-    signals = OnlineTeacher(target, drafter.needs.layers).signals(ids_BT, torch.ones_like(ids_BT), mask_BT)
+    signals = OnlineTeacher(target, drafter.needs.layers).signals(Batch(ids_BT, torch.ones_like(ids_BT), mask_BT))
     objective = Objective(kind="tv", confidence_weight=1.0)
     lm_head, optimizer = target.get_output_embeddings(), torch.optim.Adam(drafter.confidence.parameters(), lr=0.05)
     losses = []

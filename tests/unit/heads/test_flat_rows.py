@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, PreTrainedModel, T5Config, T5ForConditionalGeneration
 from unit.heads.test_packing import LEAKING, PACKABLE, small
 
-from draftsmith.distill.teacher import OnlineTeacher, measure_flat_rows
+from draftsmith.distill.teacher import Batch, OnlineTeacher, measure_flat_rows
 from draftsmith.heads.base import FINAL
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.flat_rows import MULTIPLE, NAME, flat_rows, read_flat, reading_rows, recompute_activations
@@ -106,9 +106,9 @@ def test_features_are_in_rows(packed: bool) -> None:
     teacher = OnlineTeacher(double("llama"), (1, FINAL))
     ids_BT, seen_BT, documents_BT = batch()
     arguments = (ids_BT, seen_BT, seen_BT.bool(), None, None, (), documents_BT if packed else None)
-    flat = teacher.signals(*arguments)
+    flat = teacher.signals(Batch(*arguments))
     with reading_rows(teacher.model):
-        rows = teacher.signals(*arguments)
+        rows = teacher.signals(Batch(*arguments))
     kept_BT = seen_BT.bool()
     assert flat.features_BTF is not None
     assert rows.features_BTF is not None

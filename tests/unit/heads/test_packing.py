@@ -56,7 +56,7 @@ def packed_and_apart(teacher: OnlineTeacher) -> tuple[TeacherSignals, TeacherSig
     texts = zip(chain(*ROWS), chain(*tokens), strict=True)
     apart = Dataset.from_list([row_of([document], [text]) for document, text in texts]).remove_columns("documents")
     ours, theirs = (
-        teacher.signals(**vars(collate(rows, list(range(len(rows))), torch.device("cpu"))))
+        teacher.signals(collate(rows, list(range(len(rows))), torch.device("cpu")))
         for rows in (Dataset.from_list(packed), apart)
     )
     assert theirs.documents_BT is None

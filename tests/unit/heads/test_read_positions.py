@@ -31,7 +31,7 @@ def several_turns(teacher: OnlineTeacher) -> TeacherSignals:
     texts = [torch.randint(2, 64, (length,)).tolist() for length in (40, 9)]
     spans = [[[3, 6], [25, 29]], [[4, 9]]]
     rows = [{"input_ids": text, "spans": of_text} for text, of_text in zip(texts, spans, strict=True)]
-    return teacher.signals(**vars(collate(Dataset.from_list(rows), [0, 1], torch.device("cpu"))))
+    return teacher.signals(collate(Dataset.from_list(rows), [0, 1], torch.device("cpu")))
 
 
 @pytest.mark.parametrize("kind", ["kl", "accepted_length"])
@@ -62,7 +62,7 @@ def test_as_many_keys_as_queries_once_both_are_filled(length: int, monkeypatch: 
         parameter.data.normal_(std=0.3)
     teacher = OnlineTeacher(target.double(), drafter.needs.layers)
     rows = [{"input_ids": torch.randint(2, 64, (length,)).tolist(), "spans": [[14, length]]}]
-    signals = teacher.signals(**vars(collate(Dataset.from_list(rows), [0], torch.device("cpu"))))
+    signals = teacher.signals(collate(Dataset.from_list(rows), [0], torch.device("cpu")))
     read = ReadPositions(signals, drafter.train_steps)
     assert read.among_N is not None
     assert read.count != len(read.queries_N)

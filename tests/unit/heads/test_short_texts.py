@@ -53,7 +53,7 @@ def trained(
     """Sums and gradients of one part of a batch."""
     drafter.zero_grad()
     batch = collate(Dataset.from_list(rows), list(range(len(rows))), torch.device("cpu"))
-    signals = OnlineTeacher(target, drafter.needs.layers).signals(**vars(batch))
+    signals = OnlineTeacher(target, drafter.needs.layers).signals(batch)
     sums = objective(drafter.unroll(signals), signals, target.get_output_embeddings(), [0.5] * 5)
     sums.loss.backward()
     return sums, {name: value.grad for name, value in drafter.named_parameters() if value.requires_grad}

@@ -12,7 +12,7 @@ from unit.heads.test_families import FAMILIES
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.distill.objective import Objective
-from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import FirstBatch, TeacherSignals, TrainableDrafter
 from draftsmith.heads.start import best_state, constant_reader, copied_share, fit_start, frequencies, typical_sizes
@@ -84,7 +84,7 @@ def samples(name: str) -> Samples:
 def signals_of(target: LlamaForCausalLM, drafter: TrainableDrafter, ids_BT: Tensor) -> TeacherSignals:
     mask_BT = torch.ones_like(ids_BT, dtype=torch.bool)
     mask_BT[:, -1] = False
-    return OnlineTeacher(target, drafter.needs.layers).signals(ids_BT, torch.ones_like(ids_BT), mask_BT)
+    return OnlineTeacher(target, drafter.needs.layers).signals(Batch(ids_BT, torch.ones_like(ids_BT), mask_BT))
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from transformers import AutoConfig, T5Config, T5ForConditionalGeneration
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.distill.hidden_state_cache import SignalCache
-from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads import HEADS
 from draftsmith.train import memory_estimate as memory
@@ -21,7 +21,6 @@ from draftsmith.train.bootstrap import make_step
 from draftsmith.train.fake_run import DryStep, LiveBytes
 from draftsmith.train.progress import in_units
 from draftsmith.train.recipe import Recipe, parse_recipe
-from draftsmith.train.step import Batch
 
 WIDE = {"vocab_size": 700, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
 PROMPT, RESPONSE, ROWS = 40, 56, 8
