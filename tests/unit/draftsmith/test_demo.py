@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -59,6 +60,26 @@ def test_the_texts_are_those_of_undisturbed_decoders(
     assert len({sizes[0] for sizes in both}) > 2, "both grow together"
 
 
+def test_decoding_waits_for_its_reader() -> None:
+    """Otherwise a round would be timed while the page is drawn or the other text decodes."""
+
+    class Counting:
+        given = 0
+
+        def generate(self, prompt: list[int], *, on_tokens: Callable) -> None:
+            for token in range(5):
+                self.given += 1
+                on_tokens([token], None)
+
+    decoder = Counting()
+    running = steps(decoder, [], 1)
+    for count in (1, 2, 3):
+        assert next(running) == ([count - 1], None)
+        time.sleep(0.05)
+        assert decoder.given == count
+    running.close()
+
+
 def test_a_reader_who_leaves_ends_the_thread_and_sees_errors() -> None:
     before, decoder = threading.active_count(), SpeculativeDecoder(target_model())
     running = steps(decoder, [5, 9], 1, **SETTINGS)
@@ -69,7 +90,7 @@ def test_a_reader_who_leaves_ends_the_thread_and_sees_errors() -> None:
     end = time.monotonic() + 10
     while threading.active_count() > before and time.monotonic() < end:
         time.sleep(0.01)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 @pytest.mark.parametrize("policy", [DEFAULT, "chain:draft_length=3", "tree:widths=2x1x1"])
