@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from datasets import Dataset
-from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoProcessor, AutoTokenizer
 from vision_models import build, save_image, save_target
 
 from draftsmith.distill.chat_template import Chat
@@ -111,22 +110,6 @@ def test_the_class_that_reads_images(file: Path, tiny_target_folder: Path) -> No
     assert type(load_target(str(hybrid), images=True).model).__name__ == "Qwen3_5ForConditionalGeneration"
     with pytest.raises(ConfigError, match=f"target={tiny_target_folder} cannot read images"):
         load_processor(str(tiny_target_folder))
-
-
-def test_weights_are_equal_in_both_classes(file: Path) -> None:
-    folder = file.parent / "hybrid"
-    build("qwen3_5").save_pretrained(folder)
-    AutoTokenizer.from_pretrained(save_target(file.parent / "target")).save_pretrained(folder)
-    ids = torch.tensor([[3, 4, 5]])
-    text, whole = (load_target(str(folder), images=images).model(ids).logits for images in (False, True))
-    torch.testing.assert_close(text, whole)
-
-
-def test_without_a_folder_training_reads_text_only(file: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "ab"}]
-    asked = conversation(f"{file}:1", {"messages": [{"role": "user", "content": parts}]})
-    with pytest.raises(ConfigError, match=r"expected text: a recipe reads images with data.images"):
-        Chat(tiny_tokenizer).prompt(asked)
 
 
 @pytest.fixture

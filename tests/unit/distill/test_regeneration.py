@@ -24,7 +24,6 @@ from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.distill.regeneration import Sampler, Share, samples_key, target_samples
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads import DraftModel, Medusa
-from draftsmith.terminal import Bars
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [3]]
 TEMPLATE = (
@@ -193,21 +192,6 @@ def test_answers_of_a_killed_run_are_kept_for_another_data_set(
     assert said == ["responses: 3 of 5 are new"]
 
 
-def test_progress_moves_in_every_round(
-    loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """All prompts are one part; the bar shows some of them as answered before the part ends."""
-    monkeypatch.setattr(Bars, "seconds", 0.001)
-    target_samples(sampler(loaded, 60, 1.0, 4, 0), questions())
-    lines = [line.split() for line in capsys.readouterr().err.splitlines() if line.startswith("sampling")]
-    assert {"1/4", "2/4"} & {word for line in lines for word in line}
-    one, shares = sampler(loaded, 12, 1.0, 4, 0), list[float]()
-    one.advance = shares.append
-    one.answer([{"input_ids": ids, "turns": ""} for ids in PROMPTS], [0, 1, 2, 3])
-    assert max(shares) <= 1 / 12 + 1e-9
-    assert 1 < sum(shares) <= 4 + 1e-9
-
-
 def test_the_key_of_samples_knows_the_config_and_the_end_of_answers(loaded: LoadedTarget) -> None:
     first = samples_key(sampler(loaded, 12, 1.0, 1, 0), questions())
     scaled = LoadedTarget(make_llama(rope_parameters=YARN), loaded.tokenizer, "tiny", None)
@@ -341,27 +325,6 @@ def test_the_drafter_answers_its_share(loaded: LoadedTarget) -> None:
     assert 15 < by["drafter"] < 45
     with pytest.raises(ConfigError, match=r"drafter_share=0\.5 with drafter\.type='medusa'; expected a 'draft_model'"):
         sampler(loaded, 8, 0.0, 60, 0, 0.5, drafter=Medusa.from_target(loaded.model))
-
-
-def test_each_response_has_later_turns_of_its_own(loaded: LoadedTarget, tmp_path: Path) -> None:
-    loaded.tokenizer.chat_template = TEMPLATE
-    turns = [[{"role": "user", "content": "ab"}], [{"role": "user", "content": "cd"}]]
-    rows = [
-        {
-            "input_ids": Chat(loaded.tokenizer).plain("UabA"),
-            "spans": [],
-            "opening": "ab",
-            "turns": json.dumps({"turns": turns, "tools": None}),
-            "images": "",
-        }
-    ]
-    asked = Dataset.from_list(rows, features=FEATURES)
-    several = sampler(loaded, 5, 1.0, 2, 0, responses=3)
-    found = target_samples(several, asked, folder=tmp_path / "answers", progress=False)
-    said = [json.loads(messages) for messages in found["messages"]]
-    said = [messages for messages in said if len(messages) == 4]  # an answer that a template shows otherwise is alone
-    assert len(said) == 3
-    assert len({messages[1]["content"] for messages in said}) == 3
 
 
 def test_later_turns_are_asked_after_the_targets_own_answers(loaded: LoadedTarget) -> None:

@@ -23,7 +23,6 @@ from draftsmith.distill.server.answers import (
 )
 from draftsmith.distill.server.client import BadAnswer
 from draftsmith.distill.server.probe import require_related
-from draftsmith.distill.server.sampling import request_seed
 from draftsmith.errors import ConfigError
 
 USER = {"role": "user", "content": "ab"}
@@ -165,14 +164,6 @@ def test_answers_whose_tokens_are_not_certain_are_left_out(answer: Answer, reaso
         added(answer)
 
 
-def test_an_answer_keeps_the_space_before_it() -> None:
-    """Of a tokenizer that puts a space before every word, as the local sampler's answers have it."""
-    talk = Chat(make_piece_tokenizer(metaspace=False))
-    of = Asked(0, talk.plain("x"), "")
-    AnswerReader(talk, 9, True).add(of, Answer(" b c", "length"), COMPLETION)
-    assert of.rows()[0]["input_ids"] == talk.plain("x b c")
-
-
 def test_addresses() -> None:
     assert base_url("http://h:1/") == "http://h:1/v1"
     assert base_url("https://h/openai/v1/") == "https://h/openai/v1"
@@ -198,9 +189,3 @@ def test_names_of_other_models_are_refused() -> None:
     require_related("embedded", "Qwen/Qwen3-4B")
     with pytest.raises(ConfigError, match="expected the name of the target"):
         require_related("Qwen/Qwen3-8B", "Qwen/Qwen3-4B")
-
-
-def test_seeds_differ_and_have_31_bits() -> None:
-    seeds = {request_seed(0, response, question, 0) for response in range(20) for question in range(100)}
-    assert len(seeds) == 2000
-    assert all(0 <= seed < 2**31 for seed in seeds)

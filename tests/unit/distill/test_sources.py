@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerFast
 from draftsmith.distill.chat_template import Chat, Encoded, template_text
 from draftsmith.distill.sources import conversation, read_source
 from draftsmith.errors import ConfigError
-from draftsmith.names import prompts_look_local
 
 USER, ANSWER = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}
 PLAIN = (
@@ -23,12 +22,6 @@ PLAIN = (
 MARKED = (
     "{% for m in messages %}{{ m.role[0]|upper }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}E"
     "{% endgeneration %}{% else %}{{ m.content }}E{% endif %}{% endfor %}{% if add_generation_prompt %}A{% endif %}"
-)
-# Shows the reasoning of the last answer only, and begins an answer with it.
-THINKING = (
-    "{% for m in messages %}{{ m.role[0]|upper }}"
-    "{% if m.role == 'assistant' and loop.last %}T{{ m.reasoning_content }}T{% endif %}{{ m.content }}E"
-    "{% endfor %}{% if add_generation_prompt %}AT{% endif %}"
 )
 
 
@@ -65,11 +58,6 @@ def test_bad_files_are_refused_with_the_line(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"empty holds no file that ends in \.jsonl"):
         read(tmp_path / "empty")
-
-
-def test_names_of_files_are_not_looked_for_on_the_hub() -> None:
-    assert all(map(prompts_look_local, ("./a/b", "/a/b", "~/a", "a.jsonl", "a/b.jsonl", "a/b/c", "a")))
-    assert not prompts_look_local("user/name")
 
 
 def test_every_kind_of_file_is_read(tmp_path: Path) -> None:
@@ -166,21 +154,6 @@ def test_layouts_of_text_in_a_message(content: Any, read: dict[str, Any]) -> Non
     assert conversation("f:1", row).messages == [USER, {**ANSWER, **read}]
 
 
-def test_an_answer_may_be_any_list() -> None:
-    """Lists of objects that are no messages, as objects and as JSON text."""
-    listed = '[{"role": "CEO", "name": "x"}]'
-    assert conversation("f:1", {"prompt": "ab", "answer": listed}).answer == listed
-    assert conversation("f:1", {"prompt": "ab", "answer": json.loads(listed), "output": "cd"}).answer == "cd"
-
-
-def test_an_array_of_strings_holds_prompts(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('["one", {"prompt": "two"}]')
-    assert [row for _, row in read(tmp_path / "a.json")] == [{"prompt": "one"}, {"prompt": "two"}]
-    (tmp_path / "b.json").write_text('["one", 2]')
-    with pytest.raises(ConfigError, match=r"b\.json:2: int; expected a JSON object, or a string: a prompt"):
-        list(read(tmp_path / "b.json"))
-
-
 @pytest.mark.parametrize(
     "text", ["\n[{}]\n", " [\n{}\n]", "\ufeff[{}]", "\ufeff{}\n", "{}\r\n\r\n{}\r\n", "\ufeff \n[{}]"]
 )
@@ -188,11 +161,6 @@ def test_arrays_after_white_space_and_byte_order_marks(text: str, tmp_path: Path
     row = {"prompt": "a", "response": "b"}
     (tmp_path / "p.json").write_bytes(text.replace("{}", json.dumps(row)).encode())
     assert [found for _, found in read(tmp_path / "p.json")] == [row] * text.count("{}")
-
-
-def test_a_text_after_a_byte_order_mark(tmp_path: Path) -> None:
-    (tmp_path / "p.txt").write_bytes("\ufeffab".encode())
-    assert [row for _, row in read(tmp_path / "p.txt")] == [{"text": "ab"}]
 
 
 def test_arguments_of_tool_calls_are_objects() -> None:
@@ -304,27 +272,11 @@ def test_answers_of_text(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
             encoded(tiny_tokenizer, row)
 
 
-def test_prompts_open_an_answer(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    asked = conversation("f:1", {"messages": [USER, ANSWER, USER]})
-    assert Chat(tiny_tokenizer).prompt(asked) == tiny_tokenizer("ab")["input_ids"]
-    tiny_tokenizer.chat_template = PLAIN
-    assert Chat(tiny_tokenizer).prompt(asked) == tiny_tokenizer("UabEA")["input_ids"]
-    assert Chat(tiny_tokenizer).prompt(conversation("f:1", {"prompt": "ab"})) == tiny_tokenizer("ab")["input_ids"]
-
-
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_every_answer_of_a_conversation_is_trained(template: str, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     tiny_tokenizer.chat_template = template
     turns = {"messages": [{"role": "system", "content": "s"}, USER, ANSWER, USER, {**ANSWER, "content": "ef"}]}
     assert encoded(tiny_tokenizer, turns) == [("SsEUabEAcdEUabEAefE", ["cdE", "efE"])]
-
-
-def test_a_span_ends_with_the_end_of_the_turn(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    """Text that a template adds after an answer, such as a line break, is not trained on."""
-    tiny_tokenizer.chat_template = PLAIN.replace("}E{", "}<eos>x{")
-    assert encoded(tiny_tokenizer, {"messages": [USER, ANSWER, USER, ANSWER]}) == [
-        ("Uab.xAcd.xUab.xAcd.x", ["cd.", "cd."])
-    ]
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
@@ -338,15 +290,6 @@ def test_a_span_ends_with_a_token_that_the_target_ends_with(
     assert encoded(tiny_tokenizer, turns, ends=ends) == [("UabExAcdExUabExAefEx", ["cdE", "efE"])]
     assert encoded(tiny_tokenizer, turns) == [("UabExAcdExUabExAefEx", ["cdEx", "efEx"])]
     assert Chat(tiny_tokenizer, ends=ends).key() != Chat(tiny_tokenizer).key(), "examples are cached by it"
-
-
-def test_thinking_that_is_left_out_later_makes_samples_of_their_own(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    tiny_tokenizer.chat_template = THINKING
-    thought = [{**ANSWER, "reasoning_content": letter} for letter in "xy"]
-    assert encoded(tiny_tokenizer, {"messages": [USER, thought[0], USER, thought[1]]}) == [
-        ("UabEATxTcdE", ["xTcdE"]),
-        ("UabEAcdEUabEATyTcdE", ["yTcdE"]),
-    ]
 
 
 HIDDEN = (
