@@ -57,7 +57,7 @@ def check_licence(licence: str | None) -> None:
         raise ConfigError(f"licence={licence!r}; expected the Hub's identifier of a licence, such as apache-2.0 or mit")
 
 
-def card_data(
+def _card_data(
     section: dict[str, Any],
     *,
     name: str,
@@ -67,22 +67,7 @@ def card_data(
     rows: "list[Row]",
     prompts: str,
 ) -> ModelCardData:
-    """Return the metadata of a drafter's card.
-
-    Args:
-        section: `draftsmith` in the checkpoint's config.json.
-        licence: a licence identifier of the Hub, such as apache-2.0.
-        base_model: the target on the Hub.
-        datasets: data sets of the Hub that the drafter was trained on.
-        rows: rows of its evaluation over all prompts.
-        prompts: name of the prompts.
-
-    Raises:
-        ConfigError: for a licence or a base model that the Hub does not accept.
-    """
-    check_licence(licence)
-    if base_model is not None:
-        check_repo("base_model", base_model)
+    """Return the metadata of a card: `rows` are those over all prompts, whose name is `prompts`."""
     kind = section["type"]
     results = [result for row in rows for result in _results(row, prompts)]
     relation = "finetune" if kind == "draft_model" else "adapter"
@@ -183,7 +168,7 @@ def write_card(
         metrics: rows of the training run's `metrics.jsonl`, for its curves.
 
     Raises:
-        ConfigError: for a folder that is not a checkpoint, a drafter without rows, or a name that the Hub refuses.
+        ConfigError: for a folder that is not a checkpoint, and a drafter without rows.
     """
     from draftsmith.eval.learning_curve import outlook
     from draftsmith.eval.plots import evaluation_plots, training_plots  # matplotlib: only where a card is written
@@ -196,7 +181,7 @@ def write_card(
     target, base_model = base_model or _target_name(section), base_model or hub_target(section)
     name = repo or str(folder)
     recipe = section["recipe"] or {}
-    data = card_data(
+    data = _card_data(
         section,
         name=name,
         licence=licence,
