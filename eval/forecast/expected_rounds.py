@@ -51,7 +51,7 @@ from draftsmith.decode.target import TransformersTarget
 from draftsmith.errors import DraftsmithError
 from draftsmith.eval.teacher_forced import PositionStats, TargetText
 from draftsmith.heads.base import Context, Drafter
-from draftsmith.heads.draft_tree import ROOT, Parents, path_to
+from draftsmith.heads.draft_tree import Parents, depths_of
 from draftsmith.heads.retrieval import Hybrid, Retrieval
 from draftsmith.metrics import position_counts
 
@@ -323,23 +323,22 @@ class KnownTarget(TransformersTarget):
         self._texts = list(texts)
         logits_BV = torch.zeros_like(super().prefill(texts, layers))
         for row, logits_V in enumerate(logits_BV):
-            self._force(logits_V, row, [])
+            self._force(logits_V, row, 0)
         return logits_BV
 
     def verify(self, tokens_BQ: Tensor, shapes: Sequence[Parents]) -> Tensor:
         logits_BQV = torch.zeros_like(super().verify(tokens_BQ, shapes))
-        for row, tokens in enumerate(tokens_BQ.tolist()):
+        for row in range(len(self._texts)):
             shape = shapes[row if len(shapes) > 1 else 0]
-            for node in range(ROOT, len(shape)):
-                self._force(logits_BQV[row, node + 1], row, [tokens[step + 1] for step in path_to(shape, node)])
+            for place, depth in enumerate([0, *depths_of(shape)]):
+                self._force(logits_BQV[row, place], row, depth)
         return logits_BQV
 
-    def _force(self, logits_V: Tensor, row: int, path: list[int]) -> None:
-        """Forbid all tokens but the text's next one after a path of draft tokens, while the path is in the text."""
+    def _force(self, logits_V: Tensor, row: int, depth: int) -> None:
+        """Forbid all tokens but the text's; what follows a draft token that is not the text's own is never read."""
         text = self._texts[row]
-        tokens, committed = self._known[text.number].tokens, len(text.tokens)
-        following = committed + len(path)
-        if tokens[committed:following] == path and following < len(tokens):
+        tokens, following = self._known[text.number].tokens, len(text.tokens) + depth
+        if following < len(tokens):
             logits_V.fill_(-torch.inf)
             logits_V[tokens[following]] = 0.0
 

@@ -5,16 +5,19 @@ from collections import defaultdict
 
 import pytest
 import torch
+from conftest import make_llama
 from drawn_tree import DrawnTree
 from exact.one_round import Round, Setting
 
 from draftsmith.decode.policies import Chain, Policy, StaticTree
+from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.sequence import DecodeOutput
 from draftsmith.decode.sequence import Round as RoundRecord
 from draftsmith.decode.verification import RULES
 from draftsmith.eval.lossless.hypotheses import LEAST, chi_square
-from draftsmith.eval.lossless.probabilities import DEPTH, partition, transform
+from draftsmith.eval.lossless.probabilities import DEPTH, SampledTarget, partition, transform
 from draftsmith.eval.lossless.sampling import pairs
+from draftsmith.eval.prompts import Prompt
 
 V = 6
 
@@ -96,6 +99,17 @@ def toy_rows(strings: list[tuple[int, ...]]) -> torch.Tensor:
         generator = torch.Generator().manual_seed(hash(string) % 2**62)
         rows.append((2 * torch.randn(V, dtype=torch.float64, generator=generator)).softmax(-1))
     return torch.stack(rows)
+
+
+def test_end_tokens_are_one_and_nothing_follows_them() -> None:
+    target, prompt, texts = make_llama(), Prompt("p", "x", [5, 9]), torch.tensor([[3, 2, 7]])
+    plain, ending = (
+        SampledTarget(target, Sampling(1.0), ends).p(prompt, texts)[0] for ends in (frozenset(), frozenset({2, 6}))
+    )
+    assert torch.allclose(ending[:2, 2], plain[:2, [2, 6]].sum(-1))
+    assert torch.allclose(ending.sum(-1), torch.ones(3))
+    assert ending[:, 6].tolist() == [0, 0, 0]
+    assert ending[2].tolist() == [float(token == 2) for token in range(64)]
 
 
 @pytest.mark.parametrize("count", [40, 300, 5000])
