@@ -146,7 +146,7 @@ def _server(address: str | None, drafter: str | None, options: dict[str, Any]) -
     if address is None:
         given = next((name for name, value in options.items() if value is not None), None)
         if given is not None:
-            raise ConfigError(f"--{given} without --server; expected the address of a server")
+            raise ConfigError(f"--{given.replace('_', '-')} without --server; expected the address of a server")
         return None
     if drafter is not None:
         raise ConfigError(f"--drafter {drafter} with --server; expected one of the two")

@@ -194,7 +194,7 @@ def test_options_that_do_not_fit(folder: Path, tmp_path: Path, capsys: pytest.Ca
 
 def test_without_the_extra_a_server_is_refused(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftsmith.distill.data_section.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'draftsmith\[serve\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[serve\]'"):
         prepare(load_recipe(str(recipe_file), ["data.server={url: 'http://h', model: tiny}"]))
 
 
