@@ -23,11 +23,10 @@ from draftsmith.distill.losses import forward_kl
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.train.bootstrap import load_parts, make_step
-from draftsmith.train.launch import RunContext
+from draftsmith.train.launch import Placement, RunContext
 from draftsmith.train.progress import Console as TrainConsole
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.step import AgreementStep, Last, batch_indices, collate
-from draftsmith.train.target_placement import Placement
 
 
 def arguments() -> argparse.Namespace:

@@ -137,8 +137,7 @@ class Objective:
     temperature: float = 1.0
     """Applied to both p and q."""
     position_decay: float = 0.8
-    position_weights: tuple[float, ...] = ()
-    """Weight of each draft position; if empty, position k has weight position_decay ** k."""
+    """Draft position k has the weight position_decay ** k."""
     draft_length: int = 4
     """For accepted_length and D-PACE: draft positions of drafters whose states serve every depth."""
     dpace: float | None = None
@@ -177,11 +176,6 @@ class Objective:
         if weights is not None:
             loss = loss + weights.constant()
         return AgreementSums(loss, torch.stack(sums.alpha), torch.stack(sums.match), sums.count_K)
-
-    def _position_weight(self, k: int) -> float:
-        if not self.position_weights:
-            return self.position_decay**k
-        return self.position_weights[min(k, len(self.position_weights) - 1)]
 
     def _draft_weights(self, aligned: Aligned) -> DraftWeights | None:
         length_weight = self.terms.get(ACCEPTED_LENGTH)
@@ -275,7 +269,7 @@ class Objective:
             )
         if extra.dpace_n is not None:
             loss_N = loss_N * extra.dpace_n
-        loss = self._position_weight(some.k) * loss_N.sum()
+        loss = self.position_decay**some.k * loss_N.sum()
         if extra.length_n is not None:  # no decay: the accepted length itself weights the positions
             loss = loss - self.terms[ACCEPTED_LENGTH] * (extra.length_n * alpha_N).sum()
         return loss

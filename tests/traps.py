@@ -9,12 +9,8 @@ import signal
 import time
 from typing import Any
 
-import torch
-
 import draftsmith.heads.checkpoint
 import draftsmith.train.checkpoint
-from draftsmith.train import trainer as loop
-from draftsmith.train.launch import RunContext
 from draftsmith.train.trainer import Run
 
 
@@ -86,20 +82,6 @@ class Traps:
             return original(*arguments, **options)
 
         setattr(holder, method, call)
-
-    @staticmethod
-    def sleep_before_sampling(rank: int, seconds: float) -> None:
-        """One process comes later than the others, who say how long they would wait."""
-        original = loop.load_parts
-
-        def late(context: RunContext) -> Any:
-            group = torch.distributed.distributed_c10d._get_default_group()
-            print("waits", group._get_backend(torch.device("cpu")).options._timeout, flush=True)
-            if context.accelerator.process_index == rank:
-                time.sleep(seconds)
-            return original(context)
-
-        loop.load_parts = late
 
     @staticmethod
     def no_space(step: int, room: int) -> None:

@@ -50,7 +50,9 @@ REMOVED = {
     "data.pack_tokens": None,
     "objective.beta": 0.5,
     "objective.eta": 3.0,
+    "objective.position_weights": [],
     "train.adamw_learning_rate": None,
+    "train.timeout_minutes": 1440,
     "cotrain.lora_alpha": 16.0,
     "cotrain.quality_weight": 1.0,
     "cotrain.ramp_fraction": 0.2,
@@ -186,8 +188,7 @@ class Recipe(Section):
 
     def objective_options(self, draft_length: int) -> dict[str, Any]:
         """Return the keyword arguments of `Objective`."""
-        options = self.objective.model_dump()
-        return {**options, "position_weights": tuple(options["position_weights"]), "draft_length": draft_length}
+        return {**self.objective.model_dump(), "draft_length": draft_length}
 
     @property
     def draft_vocab_size(self) -> int | None:

@@ -9,8 +9,6 @@ from draftsmith.config import LARGEST_SEED, Count, Number, Section, no_as_writte
 from draftsmith.distill.losses import LOSSES
 from draftsmith.train.optimizers import OPTIMIZERS, SCHEDULES
 
-MONTH = 30 * 24 * 60
-"""Minutes in 30 days."""
 DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 """Environment variable by which accelerate says that it was launched with DeepSpeed."""
 
@@ -77,8 +75,6 @@ class ObjectiveSection(Section):
     """Temperature of both p and q in the objective. For greedy decoding use 'ce'."""
     position_decay: Annotated[Number, Field(gt=0, le=1)] = 0.8
     """Draft position k has the weight position_decay ** k."""
-    position_weights: list[Weight] = Field(default_factory=list)
-    """Weight of each draft position, instead of position_decay; the last value holds for all later positions."""
     dpace: Annotated[Number, Field(ge=0, le=1)] | None = None
     """Weight positions by how much of the draft depends on them (D-PACE), with this smoothing; its authors use 0.5."""
     chunk_tokens: Count = 1024
@@ -142,9 +138,6 @@ class TrainSection(Section):
     """Steps between two checkpoints."""
     keep_checkpoints: Count = 2
     """Checkpoints to keep; older ones are deleted."""
-    timeout_minutes: Annotated[Number, Field(gt=0, le=MONTH)] = 24 * 60
-    """How long a process waits for the others, which may be sampling, downloading or evaluating, before the run fails;
-    for several processes only."""
     seed: Annotated[int, Field(ge=0, le=LARGEST_SEED), BeforeValidator(no_truth_value)] = 0
     """Seed of the initial weights, the order of the data and sampling."""
 

@@ -5,7 +5,6 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -76,14 +75,14 @@ def train(recipe: Recipe) -> Path:
 
 def _finish_again(recipe: Recipe, folder: Path) -> None:
     """Publish the drafter of a finished run, where that failed or the recipe asks for it only now."""
-    console, publish = Console(True), recipe.publish
+    console = Console(True)
     console.say(f"{recipe.name}: already finished in {folder}")
     console.say(f"next: {eval_command(recipe)}")
-    with nullcontext() if publish is None else hold_folder("output", folder):
-        if publish is not None:
-            from draftsmith.train.publishing import publish_best
+    if recipe.publish is not None:
+        from draftsmith.train.publishing import publish_best
 
-            publish_best(recipe, publish, console)
+        with hold_folder("output", folder):
+            publish_best(recipe, recipe.publish, console)
 
 
 def _run(recipe: Recipe, accelerator: Accelerator, folder: Path) -> None:

@@ -157,17 +157,6 @@ def test_a_killed_run_with_averages_resumes_exactly(recipe_file: Path, tmp_path:
     _require_equal(load_file(drafter / "model.safetensors"), saved)
 
 
-def test_a_checkpoint_without_averages_is_continued_with_them(recipe_file: Path, tmp_path: Path) -> None:
-    _train(recipe_file, tmp_path / "first", "train.steps=4", "train.schedule=constant")
-    source = tmp_path / "first" / "checkpoints" / "step-000004"
-    _train(recipe_file, tmp_path / "second", f"continue_from={source}", "train.steps=5", "train.average=0.5")
-    before, after = _state(tmp_path / "first", 4), _state(tmp_path / "second", 5)
-    for name in [name for name in before if name.startswith("model/")]:
-        decay = 5 / 14  # of step 4, counted from 0
-        mean = decay * before[name] + (1 - decay) * after[name]
-        torch.testing.assert_close(after[name.replace("model/", "average/")], mean, rtol=1e-5, atol=1e-6)
-
-
 STILL = ("train.learning_rate=1e-9", "train.evaluate_every=2", "train.patience=2", "train.steps=30")
 """At this rate nothing is learnt, so that tau does not rise."""
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import LETTERS, make_llama, mostly_slow
+from conftest import LETTERS, mostly_slow
 from forked import Processes, Server
 from transformers import (
     AutoModelForCausalLM,
@@ -30,10 +30,10 @@ from draftsmith.distill.load_target import load_target
 from draftsmith.errors import ConfigError
 from draftsmith.train import bootstrap as drafters
 from draftsmith.train import trainer as loop
+from draftsmith.train.launch import Placement
 from draftsmith.train.memory_estimate import announce_memory
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.run_folder import read_metrics
-from draftsmith.train.target_placement import Placement
 
 
 def _launched(recipe: Path, *overrides: str, processes: int) -> subprocess.CompletedProcess:
@@ -224,29 +224,6 @@ def test_what_fits_no_target_is_refused_before_any_sampling(
         loop.train(load_recipe(str(recipe_file), [entry.replace("OTHER", str(other)) for entry in overrides]))
 
 
-def test_a_smaller_member_of_the_family_is_trained_on(recipe_file: Path, tmp_path: Path) -> None:
-    """`drafter.model`: training starts from another checkpoint of the same tokenizer."""
-    small = tmp_path / "small"
-    make_llama(4, hidden_size=16, num_hidden_layers=1).save_pretrained(small)
-    AutoTokenizer.from_pretrained(tmp_path / "tiny-target").save_pretrained(small)
-    folder = loop.train(load_recipe(str(recipe_file), [f"drafter.model={small}", "train.steps=30"]))
-    losses = _losses(tmp_path / "run")
-    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
-    assert AutoModelForCausalLM.from_pretrained(folder).config.hidden_size == 16
-
-
-def test_a_drafter_learns_from_cached_states(recipe_file: Path, tmp_path: Path) -> None:
-    """Features included; the second start finds every shard."""
-    overrides = ["drafter.type=eagle3", "drafter.layers=[1,2]", "teacher.kind=cached", "train.learning_rate=1e-2"]
-    loop.train(load_recipe(str(recipe_file), [*overrides, "train.steps=40"]))
-    losses = _losses(tmp_path / "run")
-    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
-    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "cache" / "signals").rglob("*.safetensors")}
-    assert before
-    loop.train(load_recipe(str(recipe_file), [*overrides, f"output={tmp_path / 'second'}"]))
-    assert before == {file: file.stat().st_mtime_ns for file in before}
-
-
 TOGETHER = ("drafter={type: medusa}", "cotrain.warmup_fraction=0.1", "cotrain.lora_rank=4")
 SAME_LOSSES: dict[str, tuple[int, tuple[str, ...]]] = {
     "one": (0, ()),
@@ -399,16 +376,6 @@ def test_an_offloaded_layer_is_on_the_device_while_it_computes(tiny_target_folde
     assert all(weight.device.type == "cpu" for module in rest for weight in module.parameters())
     ids = torch.arange(3, 9)[None]
     assert torch.equal(target.model(ids).logits, whole.model(ids).logits)
-
-
-def test_placement_may_change_when_a_run_is_resumed(recipe_file: Path, tmp_path: Path) -> None:
-    short = ["train.steps=8", "evaluation.count=1"]
-    loop.train(load_recipe(str(recipe_file), [*short, f"output={tmp_path / 'whole'}"]))
-    shutil.copytree(tmp_path / "whole", tmp_path / "run")
-    (tmp_path / "run" / "finished.json").unlink()
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000008")
-    loop.train(load_recipe(str(recipe_file), [*short, "target.offload=true", "train.activation_checkpointing=true"]))
-    assert _comparable(tmp_path / "run") == _comparable(tmp_path / "whole")
 
 
 def test_compiling_needs_a_compiler(recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -274,21 +274,20 @@ def test_a_shared_head_has_one_gradient() -> None:
     assert kept(5) - kept(1) < 4 * inputs < 4 * size
 
 
-def test_mixes_and_position_weights() -> None:
+def test_mixes_and_the_decay_by_position() -> None:
     signals, lm_head, unrolled, _ = three_positions(torch.Generator().manual_seed(14))
 
     def loss(**settings: object) -> float:
         return Objective(**settings)(unrolled, signals, lm_head).loss.item()
 
-    mixed = loss(mix={"kl": 0.5, "tv": 2.0}, temperature=0.5, position_weights=(1.0, 0.25))
+    mixed = loss(mix={"kl": 0.5, "tv": 2.0}, temperature=0.5, position_decay=0.25)
     parts = [
-        weight * loss(kind=kind, temperature=0.5, position_weights=(1.0, 0.25))
-        for kind, weight in (("kl", 0.5), ("tv", 2.0))
+        weight * loss(kind=kind, temperature=0.5, position_decay=0.25) for kind, weight in (("kl", 0.5), ("tv", 2.0))
     ]
     assert mixed == pytest.approx(sum(parts), rel=1e-5)
-    first = Objective(position_weights=(1.0,))(unrolled[:1], signals, lm_head).loss.item()
-    rest = Objective(position_weights=(1.0,))(unrolled[1:], signals, lm_head).loss.item()
-    assert loss(position_weights=(1.0, 0.25)) == pytest.approx(first + 0.25 * rest, rel=1e-5)
+    first = Objective(position_decay=1.0)(unrolled[:1], signals, lm_head).loss.item()
+    rest = Objective(position_decay=0.25)(unrolled[1:], signals, lm_head).loss.item()
+    assert loss(position_decay=0.25) == pytest.approx(first + 0.25 * rest, rel=1e-5)
 
 
 def test_the_loss_is_a_sum_over_tokens_however_they_are_batched() -> None:

@@ -94,9 +94,8 @@ def loss_by_position(drafter: TrainableDrafter, signals: TeacherSignals, target:
     losses = []
     unrolled = drafter.unroll(signals)
     for k in range(len(unrolled)):
-        only = tuple(float(k == i) for i in range(len(unrolled)))
-        sums = Objective(position_weights=only)(unrolled, signals, target.lm_head)
-        losses.append(sums.loss / sums.count_K[k])
+        sums = Objective()(unrolled[k : k + 1], signals, target.lm_head)
+        losses.append(sums.loss / sums.count_K[0])
     return torch.stack(losses)
 
 

@@ -20,10 +20,10 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.heads.draft_model import EarlyExit
 from draftsmith.provenance import fingerprint_of_numbers, model_fingerprints
+from draftsmith.train.launch import Placement
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.run_folder import read_metrics
 from draftsmith.train.step import collate
-from draftsmith.train.target_placement import Placement
 from draftsmith.train.trainer import train
 
 CPU = torch.device("cpu")

@@ -15,7 +15,6 @@ from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.heads import HEADS, DraftModel, Medusa, TrainableDrafter
 from draftsmith.train.bootstrap import make_step
 from draftsmith.train.optimizers import OPTIMIZERS, Optimizers, Trained
-from draftsmith.train.progress import PARTS
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.recipe_sections import CotrainSection
 from draftsmith.train.step import AgreementStep, CotrainStep, Last, collate
@@ -152,20 +151,3 @@ def test_muon_multiplies_in_the_runs_precision(precision: str, dtype: torch.dtyp
     recipe = load_recipe(str(recipe_file), ["train.optimizer=muon", f"train.mixed_precision={precision}"])
     _, made, _ = make_step(recipe, target, Medusa.from_target(target), OnlineTeacher(target))
     assert made[0].param_groups[0]["dtype"] == dtype
-
-
-def test_the_parts_of_a_step_are_timed() -> None:
-    """Each between the ends of the one before and its own; nothing is kept before the first start."""
-    target = make_llama().requires_grad_(False)
-    step = AgreementStep(Medusa.from_target(target), Objective(), OnlineTeacher(target))
-    step(collate(ROWS, [0, 1], CPU), 0.0, Last())
-    assert set(step.clock.seconds().values()) == {0.0}
-    step.clock.start()
-    for _ in range(2):
-        step(collate(ROWS, [0, 1], CPU), 0.0, Last())
-    seconds = step.clock.seconds()
-    assert tuple(seconds) == PARTS
-    measured = {part for part, value in seconds.items() if value > 0}
-    assert measured == {"teacher", "drafter", "objective"}
-    step.clock.start()
-    assert set(step.clock.seconds().values()) == {0.0}
