@@ -12,7 +12,7 @@ from draftsmith.decode.passes import graphs
 from draftsmith.decode.passes.capability import COUNTS, capability_of
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.errors import ConfigError
-from draftsmith.heads import DraftModel, query_scales
+from draftsmith.heads import DraftModel, model_config
 from draftsmith.heads.hidden_states import final_states
 
 VOCAB, FLOOR, NEW_TOKENS = 24, 8, 24
@@ -99,7 +99,7 @@ def test_the_model_is_left_as_it_was(target: Llama4ForCausalLM) -> None:
 def test_a_model_that_counts_tokens_of_the_cache_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the published floor of 8,192, which no text of the comparison reaches."""
     assert not capability_of(make(floor_scale=8192)).no_trees
-    monkeypatch.setattr(query_scales.QueryScales, "_layers_of", staticmethod(lambda model: []))
+    monkeypatch.setattr(model_config.QueryScales, "_layers_of", staticmethod(lambda model: []))
     found = capability_of(make(1, floor_scale=8192))
     assert (found.no_trees, found.no_ragged, found.not_compiled) == (COUNTS, COUNTS, COUNTS)
 
