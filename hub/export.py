@@ -24,6 +24,7 @@ from draftsmith.heads.formats.llama_cpp import gguf_package
 from draftsmith.heads.formats.published import LAYOUTS, write_layout
 from draftsmith.heads.untrusted import local_folder, read_config
 from draftsmith.hub.conventions import Reading, readings_of
+from draftsmith.hub.vllm import reading_of_vllm
 from draftsmith.names import EMBEDDED, check_target_name
 from draftsmith.storage import atomic_folder, require_writable, write_text
 from draftsmith.terminal import Terminal, markdown_environment, stage
@@ -275,4 +276,6 @@ def show_export(exported: Exported) -> None:
         console.print("note: the target was trained with this drafter: merge its adapter and serve that, see README.md")
     for note in exported.serving.notes:
         console.print(f"note: {note}")
+    if (reading := reading_of_vllm(exported.folder)) is not None:
+        console.print(f"note: {reading}")
     console.print(f"\n{exported.usage}")

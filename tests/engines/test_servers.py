@@ -8,18 +8,24 @@ import json
 import os
 import shlex
 import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from engines.workshop import COUNT, TOKENS, Pair, Workshop, draftsmith
 from transformers_server import free_port, running
 
+import draftsmith as draftsmith_package
 from draftsmith.distill.embedded import embedded_target
+from draftsmith.distill.load_target import load_target
 from draftsmith.eval.server.measure import CounterRoutes, settled
+from draftsmith.heads import HEADS
+from draftsmith.hub.export import export_drafter
 
 pytestmark = pytest.mark.engine
 
@@ -141,3 +147,39 @@ def test_a_forecast_times_the_servers(served: Served, tmp_path: Path) -> None:
     draftsmith("forecast", *served.name, *drafter, *servers, *limits)
     predicted = json.loads((tmp_path / "forecast" / "forecast.json").read_text())
     assert [row["policy"] for row in predicted["rows"]] == [f"chain:draft_length={served.pair.length}"]
+
+
+READING = """
+import sys
+from pathlib import Path
+from draftsmith.hub.vllm import reading_of_vllm
+print(reading_of_vllm(Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash", "dspark"])
+def test_vllm_reads_what_was_exported(kind: str, tmp_path: Path) -> None:
+    """By vLLM's own parser, which `export` runs where vLLM is installed beside draftsmith."""
+    python = os.environ.get("VLLM_PYTHON")
+    if python is None:
+        pytest.skip("VLLM_PYTHON is not set; expected the Python that has vLLM")
+    target = load_target(str(embedded_target()), device="cpu").model
+    dspark: dict[str, Any] = {"markov_rank": 8, "confidence_head": True}
+    options = dspark if kind == "dspark" else {}
+    drafter = HEADS["dflash" if options else kind].from_target(target, layers=[2, 9, 17], **options)
+    export_drafter(drafter, target, "vllm", tmp_path / "export", target_name="embedded")
+    root = Path(draftsmith_package.__file__).parents[1]
+    done = subprocess.run(
+        [python, "-c", READING, tmp_path / "export"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert (
+        f"features {config.get('eagle_aux_hidden_state_layer_ids') or config['aux_hidden_state_layer_ids']}"
+        in done.stdout
+    )
+    assert f"{config['draft_vocab_size']} tokens; layers that see all tokens" in done.stdout
