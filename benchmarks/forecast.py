@@ -79,7 +79,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompt-set", action="append", metavar="NAME=FILE", help="default: held-out code and prose")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
     parser.add_argument("--gammas", type=int, nargs="+", default=[1, 2, 4, 6])
-    parser.add_argument("--trees", nargs="*", default=["tree:widths=3x2x1"])
+    parser.add_argument("--trees", nargs="*", default=["best-first:size=9,depth=3"])
     parser.add_argument(
         "--prompts", type=int, default=128, help="prompts per set; half of them are forecast, half decoded"
     )

@@ -1,13 +1,11 @@
 """Measure what a round costs on targets with recurrent layers, beside a target with attention only.
 
     python benchmarks/recurrent.py                           # random targets of one width and depth, one thread
-    python benchmarks/recurrent.py --compile --widths 5      # and with compiled passes, which takes minutes
 
 A round verifies a draft: one pass over its tokens and the last committed one. Recurrent layers read up to 16 tokens
 again in it, 8 on average, which is what is timed. The table gives the processor time of such a pass relative to a pass
 of the same target over one token after fully accepted rounds, where nothing is read again: the cost of decoding
-without drafts. Targets and widths take turns. Compiled passes read 15 tokens again, whatever is needed, and 16 more
-after every 16 committed tokens, which is not timed.
+without drafts. Targets and widths take turns.
 """
 
 import argparse
@@ -20,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from draftsmith.decode.cache.recurrent import MOST_AGAIN, is_recurrent
 from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.capability import capability_of
+from draftsmith.decode.passes.recurrent import MOST_AGAIN, is_recurrent
 from draftsmith.decode.passes.runner import ModelRunner
 
 SIZES: dict[str, Any] = {

@@ -1,7 +1,6 @@
 """Speculative decoding through transformers' `model.generate(..., custom_generate=as_custom_generate(drafter))`."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -81,13 +80,13 @@ def as_custom_generate(
                 model, drafter, draft_length=draft_length, policy=policy, rule=rule
             )
         eos, length, criteria = _split(stopping_criteria)
-        given = _encoded(input_ids, inputs_tensor, model_kwargs) if encodes else _Given(input_ids)
+        given: dict[str, Any] = {"input_ids": input_ids}
+        if encodes:
+            given = _encoded(input_ids, inputs_tensor, model_kwargs)
         on_tokens = None if streamer is None else _to(streamer, input_ids)
         outputs = decoders[id(model)].generate_batch(
-            given.input_ids,
+            **given,
             attention_mask=None if encodes else model_kwargs.get("attention_mask"),
-            decoder_input_ids=given.decoder_input_ids,
-            encoder_states=given.encoder_states,
             max_new_tokens=max(1, length - input_ids.shape[1]),
             temperature=1.0 if generation_config.do_sample else 0.0,  # the real one is among the processors
             seeds=int(torch.randint(2**48, ())),
@@ -100,7 +99,11 @@ def as_custom_generate(
             streamer.end()
         if on_output is not None:
             on_output(outputs)
-        return _result(input_ids, outputs, generation_config, encodes=encodes)
+        sequences = _padded(input_ids, outputs, generation_config)
+        if not generation_config.return_dict_in_generate:
+            return sequences
+        kind = GenerateEncoderDecoderOutput if encodes else GenerateDecoderOnlyOutput
+        return kind(sequences=cast(torch.LongTensor, sequences))  # int64, which no annotation of torch's says
 
     return custom_generate
 
@@ -159,16 +162,7 @@ def _follow(positions: Tensor | None, mask: Tensor | None) -> bool:
     return bool(((positions == kept.cumsum(-1) - 1) | (kept == 0)).all())
 
 
-@dataclass(frozen=True)
-class _Given:
-    """Arguments of `generate_batch`."""
-
-    input_ids: Tensor | list[list[int]]
-    decoder_input_ids: list[list[int]] | None = None
-    encoder_states: list[Tensor] | None = None
-
-
-def _encoded(decoder_ids_BP: Tensor, inputs: Tensor | None, model_kwargs: dict[str, Any]) -> _Given:
+def _encoded(decoder_ids_BP: Tensor, inputs: Tensor | None, model_kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the inputs of an encoder-decoder model: decoder tokens, encoder states and, where given, source tokens.
 
     transformers has expanded all tensors except `inputs` to `num_return_sequences`. Where `generate` was called without
@@ -182,7 +176,7 @@ def _encoded(decoder_ids_BP: Tensor, inputs: Tensor | None, model_kwargs: dict[s
     if inputs.shape == mask_BT.shape and int(inputs.min()) >= 0:
         sources = [row_T[kept_T.bool()].tolist() for row_T, kept_T in zip(inputs, mask_BT, strict=True)]
     states = [states_TH[kept_T.bool()] for states_TH, kept_T in zip(states_BTH, mask_BT, strict=True)]
-    return _Given(sources, decoder_ids_BP.tolist(), states)
+    return {"input_ids": sources, "decoder_input_ids": decoder_ids_BP.tolist(), "encoder_states": states}
 
 
 def _split(criteria: StoppingCriteriaList) -> tuple[list[int] | None, int, list[StoppingCriteria]]:
@@ -201,17 +195,6 @@ def _split(criteria: StoppingCriteriaList) -> tuple[list[int] | None, int, list[
         else:
             others.append(criterion)
     return eos or None, min(lengths), others
-
-
-def _result(
-    input_ids: Tensor, outputs: Sequence[DecodeOutput], config: GenerationConfig, *, encodes: bool
-) -> Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
-    """Return the sequences [B, T + n], or with `return_dict_in_generate` an output that contains them."""
-    sequences = _padded(input_ids, outputs, config)
-    if not config.return_dict_in_generate:
-        return sequences
-    kind = GenerateEncoderDecoderOutput if encodes else GenerateDecoderOnlyOutput
-    return kind(sequences=cast(torch.LongTensor, sequences))  # int64, which no annotation of torch's says
 
 
 def _padded(input_ids: Tensor, outputs: Sequence[DecodeOutput], config: GenerationConfig) -> Tensor:

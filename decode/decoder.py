@@ -14,26 +14,25 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
-from draftsmith.decode.cache.recurrent import is_recurrent
-from draftsmith.decode.clock import now
-from draftsmith.decode.costs import Costs
-from draftsmith.decode.fitting import (
+from draftsmith.decode.arguments import (
+    Ids,
     capabilities,
+    one_seed_each,
+    prompt_rows,
     require_fitting,
+    require_known,
     require_reach,
     require_readable,
     require_same_vocabulary,
 )
+from draftsmith.decode.costs import Costs, now
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.capability import require_compilable
-from draftsmith.decode.passes.checks import usable_inputs
-from draftsmith.decode.passes.invariance import CHAINS_ONLY, require_invariant
-from draftsmith.decode.policies import Policy, default_policy, exploring, plans, policy_named
-from draftsmith.decode.policies.base import most_nodes, usual_width
-from draftsmith.decode.policies.chain import Chain
+from draftsmith.decode.passes.checks import CHAINS_ONLY, require_invariant, usable_inputs
+from draftsmith.decode.passes.recurrent import is_recurrent
+from draftsmith.decode.policies import Chain, Policy, default_policy, exploring, plans, policy_named
 from draftsmith.decode.profiling import measure_costs
-from draftsmith.decode.prompts import Ids, one_seed_each, prompt_rows, require_known
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeOutput, DecodeSequence, Round, Stops, stop_string_criteria
 from draftsmith.decode.target import TransformersTarget, require_lm_head
@@ -293,8 +292,9 @@ class SpeculativeDecoder:
         if self._is_beyond(sequences[0].tokens):
             drafter = policy = None
         widths, draft_widths = ({}, None) if self.costs is None else (self.costs.verify_widths, self.costs.draft_widths)
-        width = 1 if drafter is None else usual_width(policy, greedy=processors.greedy)
-        nodes = most_nodes(policy, greedy=processors.greedy).verified if self._compile else 0
+        # The usual number of tokens of a verification; 0 where it changes from round to round.
+        width = 1 if drafter is None else policy.draft_length + 1 if isinstance(policy, Chain) else 0
+        nodes = policy.most_nodes.verified if self._compile and policy is not None else 0
         plan = Plan(widths=widths, compile=self._compile, width=width, invariant=self._invariant)
         target = TransformersTarget(self._model, self._capability, plan, nodes)
         loop = DecodeLoop(

@@ -1,24 +1,19 @@
 """The draft of one text while it is built: policies add tokens to it and drafters read it."""
 
 from collections.abc import Generator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
-from draftsmith.decode.cache.committed import CommittedTokens, StoredContexts
-from draftsmith.decode.fixed_drafts import fitted
+from draftsmith.decode.cache.committed import CommittedTokens, Contexts
 from draftsmith.decode.sampling import Processors
 from draftsmith.heads.draft_tree import ROOT, Draft, Drawing
 
+if TYPE_CHECKING:
+    from draftsmith.decode.sequence import DecodeSequence
+
 # Shapes: n nodes of one text, m nodes of several texts, V vocabulary of the target.
-
-
-class BuilderSequence(Protocol):
-    """The fields of a `DecodeSequence` that a draft is built from."""
-
-    tokens: list[int]
-    padding: list[int]
-    number: int
 
 
 class Read(NamedTuple):
@@ -75,7 +70,7 @@ class DraftBuilder:
 
     def __init__(
         self,
-        sequence: BuilderSequence,
+        sequence: "DecodeSequence",
         room: int,
         processors: Processors,
         shared: tuple[int, int] | None = None,
@@ -182,7 +177,7 @@ def probabilities(
         committed: the tokens of the batch, for processors that read them; made here where they are not kept.
     """
 
-    def contexts() -> StoredContexts:
+    def contexts() -> Contexts:
         before = committed or CommittedTokens(
             [builder._sequence.padding + builder._sequence.tokens for builder in builders], logits_mV.device
         )
@@ -193,3 +188,13 @@ def probabilities(
     first = builders[0]
     scores_mV = first._processors.scores(fitted(logits_mV, first._shared), contexts)
     return scores_mV.softmax(-1).nan_to_num(0.0)
+
+
+def fitted(logits_nV: Tensor, shared: tuple[int, int] | None) -> Tensor:
+    """Return logits over the target's vocabulary: -inf for tokens that the drafter does not share."""
+    if shared is None:
+        return logits_nV
+    tokens, vocabulary = shared
+    fitted_nV = logits_nV.new_full((logits_nV.shape[0], vocabulary), -torch.inf)
+    fitted_nV[:, :tokens] = logits_nV[:, :tokens]
+    return fitted_nV

@@ -1,18 +1,19 @@
-"""The random draws of one round for several texts at once, as tensors.
+"""The random draws of one round for several texts at once: u = f(seed of the text, number of its tokens, index).
 
-A draw is identified by its kind and a node of its text's own draft, whatever the drafts of other texts are. The exact
-tests replace `SeededDraws` by one that
-enumerates all outcomes.
+A draw is identified by its kind and a node of its text's own draft, whatever the drafts of other texts are. Nothing is
+counted, so a text depends neither on the texts beside it nor on how its batch computes. f is SplitMix64 (Steele et al.
+2014) in two levels: output `length` of a generator that starts at the seed is the start of another one, whose output
+`index` is the number. Its operations wrap around at 64 bits, as those of int64 tensors do. The exact tests replace
+`Draws` by one that enumerates all outcomes.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, Self
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from draftsmith.decode.sampling import index_at
-from draftsmith.decode.uniforms import first_uniforms, round_keys, signed, uniforms
 from draftsmith.heads.draft_tree import DraftBatch
 from draftsmith.heads.rows import Counts, constant
 
@@ -25,95 +26,50 @@ ROOM = 16
 Node = int | Tensor
 """The number of a draw in its text, for all texts or for each [B]."""
 
-# Shapes: B texts, N nodes, P nodes and the root, V vocabulary.
+# Shapes: B texts, N nodes or indices, D tokens of a chain, P nodes and the root, V vocabulary.
 
 
-class Draws(Protocol):
-    """Random draws for B texts. A row that is not active draws nothing, and its result has no meaning."""
+class Draws:
+    """Random draws for B texts with these keys of the round. The result of a row that is not active has no meaning."""
 
-    def of(self, rows: Sequence[int]) -> Self:
+    def __init__(self, keys_B: Tensor) -> None:
+        self._keys_B = keys_B
+        self._numbers_BNK = first_uniforms(keys_B, KINDS * ROOM).unflatten(1, (-1, KINDS))
+
+    def of(self, rows: Sequence[int]) -> "Draws":
         """Return the draws of these texts."""
-        ...
+        if list(rows) == list(range(len(self._keys_B))):
+            return self
+        return Draws(self._keys_B[constant(tuple(rows), self._keys_B.device)])
 
     def drafted(self, weights_BV: Tensor, node: Node, active_B: Tensor | None = None) -> Tensor:
         """Return the token [B] that a draft draws as its draw number `node`, in proportion to its weights.
 
         The weights of active rows are not all zero.
         """
-        ...
+        index_B = index_at(weights_BV, self._at(0, node))[:, 0]
+        return index_B if active_B is None else index_B.clamp_max_(weights_BV.shape[1] - 1)
 
-    def chain(self, length: int) -> Tensor | None:
-        """Return the uniform numbers [B, length] of `drafted` for a chain; None where there are none."""
-        ...
+    def chain(self, weights_BDV: Tensor) -> Tensor:
+        """Return [B, D]: `drafted` for all nodes of a chain."""
+        return index_at(weights_BDV, self._numbers(0, weights_BDV.shape[1])[..., None].contiguous())[..., 0]
 
     def passes(self, probability_B: Tensor, node: Node, active_B: Tensor) -> Tensor:
         """Return [B] bool, the test of `node`: True with this probability; values of 1 and above are certain."""
-        ...
+        return self._at(1, node)[:, 0] < probability_B
 
     def until_failure(self, probability_BN: Tensor, valid_BN: Tensor | None) -> Tensor:
         """Test the valid nodes in order until a test fails: return the number [B] of nodes before it, N if none does.
 
         With `valid_BN`, nodes that are not valid count as passed.
         """
-        ...
-
-    def longest(self, probability_BN: Tensor, valid_BN: Tensor | None) -> Tensor:
-        """Test the valid nodes from the last one on until a test passes: return its node + 1 [B], or 0."""
-        ...
-
-    def next(self, weights_BV: Tensor) -> Tensor:
-        """Return the token [B] after the accepted path, in proportion to its weights, which are not all zero."""
-        ...
-
-    def along(self, weights_BPV: Tensor, draft: DraftBatch) -> Tensor:
-        """Return [B, P]: a token after every place, in proportion to its weights [V].
-
-        Only the tokens along one path have a meaning: the one on which each node holds the token that was drawn after
-        its parent.
-        """
-        ...
-
-
-MakeDraws = Callable[[Sequence[int], Sequence[int], torch.device], Draws]
-"""Returns the draws of texts with these seeds and numbers of committed tokens; `Counts` hold `signed` seeds."""
-
-
-def seeded_draws(seeds: Sequence[int], lengths: Sequence[int], device: torch.device) -> "SeededDraws":
-    """Return the draws of a round of texts with these seeds and numbers of committed tokens."""
-    if not isinstance(seeds, Counts):
-        seeds = Counts(map(signed, seeds), device)
-    return SeededDraws(round_keys(seeds.on_device_B, Counts.of(lengths, device).on_device_B))
-
-
-class SeededDraws:
-    """Draws from numbers that are a function of the texts' keys for this round; see `uniforms`."""
-
-    def __init__(self, keys_B: Tensor) -> None:
-        self._keys_B = keys_B
-        self._numbers_BNK = first_uniforms(keys_B, KINDS * ROOM).unflatten(1, (-1, KINDS))
-
-    def of(self, rows: Sequence[int]) -> "SeededDraws":
-        if list(rows) == list(range(len(self._keys_B))):
-            return self
-        return SeededDraws(self._keys_B[constant(tuple(rows), self._keys_B.device)])
-
-    def drafted(self, weights_BV: Tensor, node: Node, active_B: Tensor | None = None) -> Tensor:
-        index_B = index_at(weights_BV, self._at(0, node))[:, 0]
-        return index_B if active_B is None else index_B.clamp_max_(weights_BV.shape[1] - 1)
-
-    def chain(self, length: int) -> Tensor:
-        return self._numbers(0, length).contiguous()
-
-    def passes(self, probability_B: Tensor, node: Node, active_B: Tensor) -> Tensor:
-        return self._at(1, node)[:, 0] < probability_B
-
-    def until_failure(self, probability_BN: Tensor, valid_BN: Tensor | None) -> Tensor:
         failed_BN = self._numbers(1, probability_BN.shape[1]) >= probability_BN
         if valid_BN is not None:
             failed_BN &= valid_BN
         return (failed_BN.cumsum(1) == 0).sum(1)  # the nodes up to which no test has failed
 
     def longest(self, probability_BN: Tensor, valid_BN: Tensor | None) -> Tensor:
+        """Test the valid nodes from the last one on until a test passes: return its node + 1 [B], or 0."""
         N = probability_BN.shape[1]
         passed_BN = self._numbers(1, N) < probability_BN
         if valid_BN is not None:
@@ -121,9 +77,15 @@ class SeededDraws:
         return N - (passed_BN.flip(1).cumsum(1) == 0).sum(1)
 
     def next(self, weights_BV: Tensor) -> Tensor:
+        """Return the token [B] after the accepted path, in proportion to its weights, which are not all zero."""
         return index_at(weights_BV, self._numbers(2, 1))[:, 0]
 
     def along(self, weights_BPV: Tensor, draft: DraftBatch) -> Tensor:
+        """Return [B, P]: a token after every place, in proportion to its weights [V].
+
+        Only the tokens along one path have a meaning: the one on which each node holds the token that was drawn after
+        its parent.
+        """
         numbers_BP = self._numbers(2, weights_BPV.shape[1])
         if not draft.is_chain:  # places of equal depth use the same number: no path has two of them
             numbers_BP = numbers_BP.gather(1, draft.depths().expand(weights_BPV.shape[:2]))
@@ -140,3 +102,60 @@ class SeededDraws:
         if count > self._numbers_BNK.shape[1]:
             self._numbers_BNK = first_uniforms(self._keys_B, KINDS * 2 * count).unflatten(1, (-1, KINDS))
         return self._numbers_BNK[:, :count, kind]
+
+
+MakeDraws = Callable[[Sequence[int], Sequence[int], torch.device], Draws]
+"""Returns the draws of texts with these seeds and numbers of committed tokens; `Counts` hold `signed` seeds."""
+
+
+def seeded_draws(seeds: Sequence[int], lengths: Sequence[int], device: torch.device) -> Draws:
+    """Return the draws of a round of texts with these seeds and numbers of committed tokens."""
+    if not isinstance(seeds, Counts):
+        seeds = Counts(map(signed, seeds), device)
+    return Draws(round_keys(seeds.on_device_B, Counts.of(lengths, device).on_device_B))
+
+
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+"""The step of SplitMix64's state: 2^64 divided by the golden ratio; as a signed number, like those below."""
+FIRST, SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
+BITS = 53
+"""Of a number in [0, 1): as many as fp64 holds."""
+
+
+def round_keys(seeds_B: Tensor, lengths_B: Tensor) -> Tensor:
+    """Return the keys [B] of texts with these seeds and numbers of committed tokens, all int64."""
+    return _output(seeds_B + (lengths_B + 1) * GOLDEN)
+
+
+def uniforms(keys_B: Tensor, index_BN: Tensor) -> Tensor:
+    """Return the numbers [B, N] at these indices, [B, N] or [1, N], of each key: in [0, 1) and fp64."""
+    return _unit(_output(keys_B[:, None] + (index_BN + 1) * GOLDEN))
+
+
+def first_uniforms(keys_B: Tensor, count: int) -> Tensor:
+    """Return `uniforms` at the indices below `count`."""
+    return _unit(_output(keys_B[:, None] + _steps(count, keys_B.device)))
+
+
+def signed(seed: int) -> int:
+    """Return the seed, of up to 64 bits, as the number with the same bits in an int64 tensor."""
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
+def _output(state: Tensor) -> Tensor:
+    """Return SplitMix64's output for each state, in place."""
+    state ^= (state >> 30) & (2**34 - 1)  # the shift of a signed number copies its sign
+    state *= FIRST
+    state ^= (state >> 27) & (2**37 - 1)
+    state *= SECOND
+    state ^= (state >> 31) & (2**33 - 1)
+    return state
+
+
+def _unit(output: Tensor) -> Tensor:
+    return ((output >> (64 - BITS)) & (2**BITS - 1)).double().mul_(2.0**-BITS)
+
+
+@lru_cache(maxsize=64)
+def _steps(count: int, device: torch.device) -> Tensor:
+    return torch.arange(1, count + 1, device=device) * GOLDEN

@@ -11,22 +11,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache.committed import CommittedTokens, FeatureQueue
-from draftsmith.decode.clock import PartClock
+from draftsmith.decode.cache.committed import CommittedTokens, FeatureQueue, contexts_of
+from draftsmith.decode.costs import PartClock
 from draftsmith.decode.draft_builder import DraftBuilder
-from draftsmith.decode.draws import NOT_DRAWN, Draws, MakeDraws, seeded_draws
-from draftsmith.decode.fixed_drafts import FixedDrafts, Shape
-from draftsmith.decode.grown_drafts import propose
+from draftsmith.decode.drafting import Chains, propose
+from draftsmith.decode.draws import NOT_DRAWN, Draws, MakeDraws, seeded_draws, signed
 from draftsmith.decode.passes.base import Plan
-from draftsmith.decode.passes.graphs import in_one_layout, run_step
 from draftsmith.decode.passes.runner import ModelRunner
-from draftsmith.decode.policies.base import FixedPolicy, Policy, most_nodes
+from draftsmith.decode.policies.base import Chain, Policy
 from draftsmith.decode.proposal import Proposal, p_of, read_outcomes
 from draftsmith.decode.sampling import MakeContexts, Processors, precise
 from draftsmith.decode.sequence import DecodeSequence, Round
-from draftsmith.decode.target import Target
-from draftsmith.decode.uniforms import signed
-from draftsmith.decode.verification import Rule, VerifyResult, verify_batch, verify_greedy
+from draftsmith.decode.target import TransformersTarget
+from draftsmith.decode.verification import Rule, verify_batch
+from draftsmith.decode.verification_rules import VerifyResult, verify_greedy
 from draftsmith.heads.base import Drafter, Needs
 from draftsmith.heads.draft_tree import ROOT, Draft
 from draftsmith.heads.rows import Counts, Rows, rows_of
@@ -50,7 +48,7 @@ class DecodeLoop:
 
     def __init__(
         self,
-        target: Target,
+        target: TransformersTarget,
         drafter: Drafter | None,
         policy: Policy | None,
         texts: Sequence[DecodeSequence],
@@ -60,7 +58,7 @@ class DecodeLoop:
         *,
         compile: bool = False,
     ) -> None:
-        self.texts, self._rows = list(texts), len(texts)
+        self.texts = list(texts)
         self._compile = compile
         self._runners: list[ModelRunner] = []
         self._target, self._drafter = target, drafter
@@ -78,27 +76,24 @@ class DecodeLoop:
         self._seeds = self._lengths = Counts([], self._device)
         """The seed of each text, and its number of tokens."""
         self._clock = PartClock(self._device, ("draft",))
-        self._shapes: dict[int, Shape | None] = {}
-        """By text, the shape of its drafts; None where it depends on q."""
+        self._chain = policy.draft_length if isinstance(policy, Chain) else None
+        """The length of all drafts; None where it depends on q."""
         for text in self.texts:
             text.shared_with = self.texts[0].number
-            own = text.policy = None if policy is None else policy.fresh()
-            self._shapes[id(text)] = own.fixed(greedy=processors.greedy) if isinstance(own, FixedPolicy) else None
+            text.policy = None if policy is None else policy.fresh()
 
     def runner(self, model: nn.Module, *, width: int = 0) -> ModelRunner:
         sources = [text.source for text in self.texts]
         model = cast(PreTrainedModel, model)  # or a `DraftNetwork`, which has the same interface
         longest = max(text.max_length for text in self.texts) + width  # a block may end after the text
-        if self._compile:  # storage does not grow
-            longest += most_nodes(self.texts[0].policy, greedy=self._processors.greedy).read
+        policy = self.texts[0].policy
+        if self._compile and policy is not None:  # storage does not grow
+            longest += policy.most_nodes.read
         widths = {} if width else self._widths or {}
         plan = Plan(sources=sources, widths=widths, longest=longest, compile=self._compile, width=width)
         runner = ModelRunner(model, len(self.texts), plan)
         self._runners.append(runner)
         return runner
-
-    def run(self, module: nn.Module, *inputs: Tensor | int) -> tuple[Tensor, ...]:
-        return run_step(module, self._rows, *inputs) if self._compile else module(*inputs)
 
     @property
     def last_tokens_B1(self) -> Tensor:
@@ -178,7 +173,7 @@ class DecodeLoop:
         return out
 
     def _propose(self, draws: Draws | None) -> Proposal:
-        """Return drafts for all texts, on the device where all of them have one shape that is known before."""
+        """Return drafts for all texts, on the device where all of them are chains of one length."""
         texts, drafter = self.texts, self._drafter
         if drafter is None:
             return Proposal.empty(len(texts), self._device)
@@ -186,11 +181,10 @@ class DecodeLoop:
         retrieved = _retrieved(drafter, rooms)
         if (most := drafter.max_draft_length) is not None:  # a limit of its logits, not of retrieval
             rooms = rooms.map(lambda room: room - (room - most) * (room > most))
-        shape = self._shape() if all(draft is None for draft in retrieved) and max(rooms) > 0 else None
-        if shape is not None:
+        if self._chain is not None and all(draft is None for draft in retrieved) and max(rooms) > 0:
             numbers = [text.number for text in texts]
-            fixed = FixedDrafts(shape, rooms, self._processors, draws, self._committed, numbers, self._shared)
-            return Proposal(batch=fixed.build(drafter), slots=fixed.slots)
+            chains = Chains(self._processors, draws, self._committed, numbers, self._shared)
+            return Proposal(batch=chains.build(drafter, self._chain, rooms))
         builders = []
         for text, room in zip(texts, rooms, strict=True):
             builders.append(DraftBuilder(text, room, self._processors, self._shared))
@@ -201,11 +195,6 @@ class DecodeLoop:
         """Return for the next round the last token of each text, and the maximum depth of its draft."""
         limit = None if self._drafter is None else self._drafter.context_limit
         return [[text.tokens[-1]] for text in self.texts], [[_room(text, limit)] for text in self.texts]
-
-    def _shape(self) -> Shape | None:
-        """Return the shape of all drafts of the next round; None where they differ or depend on q."""
-        shapes = [self._shapes[id(text)] for text in self.texts]
-        return shapes[0] if all(shape is shapes[0] or shape == shapes[0] for shape in shapes) else None
 
     def _draws(self) -> Draws | None:
         """Return the random draws of the next round; greedy decoding has none."""
@@ -246,8 +235,8 @@ class DecodeLoop:
             new.append(text.commit(path if result.next_token == NOT_DRAWN else [*path, result.next_token]))
             if result.next_token == NOT_DRAWN and text.stopped_by is None:
                 place = result.path[-1] + 1 if result.path else 0
-                before = [text.padding + text.tokens]
-                self._processors.raise_empty(logits_BQV[row, place][None], before, text.number)
+                before = contexts_of([text.padding + text.tokens], self._device, text.number)
+                self._processors.raise_empty(logits_BQV[row, place][None], before)
         return new
 
     def _scores(self, logits_BQV: Tensor, proposal: Proposal) -> Tensor:
@@ -277,8 +266,6 @@ class DecodeLoop:
         self.hidden = None
         if self._drafter.needs.hidden:
             self.hidden = self._target.hidden(read.after_root.last() + ROOT)
-        if self._compile and self.hidden is not None:
-            self.hidden = in_one_layout(self.hidden)
         counts = read.counts + 1
         if paths is None:
             counts = Counts([len(text.tokens) for text in self.texts], self._device)
@@ -297,6 +284,7 @@ class DecodeLoop:
             retrieved = builder is not None and len(draft) > 0 and not builder.tokens
             slots.append([] if retrieved else proposal.read_slots(row, result.path))
             if text.policy is not None and text.policy.learns and not retrieved and result.next_token != NOT_DRAWN:
+                assert builder is not None, "only chains of one length have none"
                 text.policy.observe(builder, draft, result)
         return slots
 

@@ -10,13 +10,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draftsmith.decode.cache.recurrent import MOST_AGAIN, is_recurrent
-from draftsmith.decode.clock import now
-from draftsmith.decode.costs import Costs
+from draftsmith.decode.costs import Costs, now
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.passes.base import Plan
+from draftsmith.decode.passes.recurrent import MOST_AGAIN, is_recurrent
 from draftsmith.decode.passes.runner import ModelRunner
-from draftsmith.decode.policies.chain import Chain, ConfidenceChain
+from draftsmith.decode.policies import Chain
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.target import TransformersTarget
@@ -114,9 +113,7 @@ def _round_seconds(
     source = tokens[:8] if target.config.is_encoder_decoder else []
     sequence = DecodeSequence(tokens, length + ROUNDS * (draft_length + 1) + 2, source=source)
     reader, processors = TransformersTarget(target, plan=Plan(compile=compile)), Processors(Sampling(1.0))
-    # Compiled, a chain of fixed length is one graph, and cheaper than the steps of the policies that plan.
-    policy = ConfidenceChain(0.0, draft_length) if compile else Chain(draft_length)
-    loop = DecodeLoop(reader, drafter, policy, [sequence], processors, compile=compile)
+    loop = DecodeLoop(reader, drafter, Chain(draft_length), [sequence], processors, compile=compile)
     with closing(reader), closing(loop):
         loop.prefill()
         while len(sequence.rounds) < ROUNDS and loop.texts:

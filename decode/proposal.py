@@ -5,12 +5,12 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from draftsmith.decode.cache.committed import CommittedTokens, StoredContexts
+from draftsmith.decode.cache.committed import CommittedTokens, Contexts
 from draftsmith.decode.draft_builder import DraftBuilder
 from draftsmith.decode.draws import Draws
-from draftsmith.decode.fixed_drafts import contexts_of
-from draftsmith.decode.verification import Outcome, Rule, VerifyResult, takes_mixed, takes_united
-from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, Parents, path_to, united
+from draftsmith.decode.verification import Rule, takes_mixed, takes_united
+from draftsmith.decode.verification_rules import Decided, VerifyResult
+from draftsmith.heads.draft_tree import NO_NODE, Draft, DraftBatch, Parents, united
 from draftsmith.heads.rows import Rows, constant
 
 # Shapes: B texts, N draft nodes, Q = 1 + the most nodes of a text.
@@ -27,8 +27,7 @@ class Proposal:
 
     Args:
         drafts: None while the tokens of a `batch` are on the device, until `read`.
-        batch: drafts of one shape on the device.
-        slots: for each node of the batch its number among those that the drafter has read; None for the others.
+        batch: chains on the device, of which the drafter has read all tokens but the last.
         builders: of drafts that the host built.
     """
 
@@ -37,10 +36,8 @@ class Proposal:
         drafts: list[Draft] | None = None,
         builders: Sequence[DraftBuilder] = (),
         batch: DraftBatch | None = None,
-        slots: Sequence[int | None] = (),
     ) -> None:
         self._drafts, self.builders, self.batch = drafts, builders, batch
-        self._slots = slots
 
     @staticmethod
     def empty(count: int, device: torch.device) -> "Proposal":
@@ -65,19 +62,20 @@ class Proposal:
         rows = [[*root, *draft.tokens] for root, draft in zip(roots, self.drafts, strict=True)]
         return Rows(rows, roots.device).values_BW
 
-    def contexts(self, committed: CommittedTokens | None, numbers: Sequence[int]) -> StoredContexts:
+    def contexts(self, committed: CommittedTokens | None, numbers: Sequence[int]) -> Contexts:
         """Return the tokens before each place of each text, padding included."""
-        if self.batch is not None:
-            paths = [path_to(self.batch.parents, node) for node in range(ROOT, len(self.batch))]
-            return contexts_of(committed, self.batch.tokens_BN.unbind(1), [paths] * len(numbers), numbers)
         assert committed is not None, "kept where a processor reads the text"
-        most = max(map(len, self.drafts))
+        most = max(map(len, self.drafts)) if self.batch is None else len(self.batch)
+        rows = [row for row in range(len(numbers)) for _ in range(most + 1)]
+        texts = [numbers[row] for row in rows]
+        if self.batch is not None:
+            paths_nD = self.batch.tokens_BN.repeat_interleave(most + 1, 0) if most else None
+            return committed.with_paths(rows, paths_nD, [*range(most + 1)] * len(numbers), texts)
         paths = []
         for draft in self.drafts:
             own = [[draft.tokens[step] for step in draft.path(node)] for node in range(len(draft))]
             paths += [[], *own, *([[]] * (most - len(own)))]
-        rows = [row for row in range(len(numbers)) for _ in range(most + 1)]
-        return committed.with_tokens(rows, paths, [numbers[row] for row in rows])
+        return committed.with_tokens(rows, paths, texts)
 
     def packed(self) -> list[Tensor]:
         """Return the tensors that `read` needs: the tokens [B, N] of a batch, nothing for drafts of the host."""
@@ -122,8 +120,8 @@ class Proposal:
         """Return the slots of those nodes on a path of a text that the drafter has read."""
         if self.builders:
             return self.builders[row].read_slots(tuple(path))
-        slots = [self._slots[node] for node in path]
-        return [slot for slot in slots if slot is not None]
+        assert self.batch is not None
+        return [node for node in path if node < len(self.batch) - 1]
 
 
 def _kind(draft: Draft, rule: Rule | None) -> Hashable:
@@ -144,17 +142,8 @@ def p_of(group: Group, p_BQV: Tensor) -> Tensor:
     return p_BQV[rows_B[:, None], torch.nn.functional.pad(batch.own_BN + 1, (1, 0))]
 
 
-def result_of(outcome: Outcome, batch: DraftBatch, number: int, values: Sequence[float], draft: Draft) -> VerifyResult:
-    """Return the result for the text of this number in a batch, from its packed values."""
-    result = outcome.result(values, draft)
-    if batch.own is None:
-        return result
-    path = tuple(batch.own[number][node] for node in result.path)
-    return VerifyResult(path, result.next_token, result.overlap)
-
-
 def read_outcomes(
-    outcomes: Sequence[tuple[Group, Outcome]], proposal: Proposal, empty_BQ: Tensor | None
+    outcomes: Sequence[tuple[Group, Decided]], proposal: Proposal, empty_BQ: Tensor | None
 ) -> list[VerifyResult]:
     """Return the result of each text, which ends at a place that is `empty_BQ`, from one transfer."""
     count, tables = sum(len(rows) for (rows, _, _), _ in outcomes), []
@@ -177,6 +166,6 @@ def read_outcomes(
     for (rows, batch, _), outcome in outcomes:
         for number, row in enumerate(rows):
             of_row = next(place)
-            result = result_of(outcome, batch, number, of_row, proposal.drafts[row])
+            result = outcome.result(of_row, None if batch.own is None else batch.own[number])
             results[row] = result if empty_BQ is None else result.until(of_row[outcome.columns :])
     return [results[row] for row in range(count)]

@@ -20,7 +20,7 @@ from transformers import TopKLogitsWarper as TopK
 from transformers import TopPLogitsWarper as TopP
 
 from draftsmith.config import LARGEST_SEED
-from draftsmith.decode.cache.committed import Contexts, ListContexts
+from draftsmith.decode.cache.committed import Contexts
 from draftsmith.errors import ConfigError, DraftsmithError
 
 
@@ -69,16 +69,15 @@ def _index_in_blocks(weights_xV: Tensor, uniform_x1: Tensor) -> Tensor:
 
 # Shapes: N rows of logits, V vocabulary.
 
-HOTTEST, COLDEST = 1e30, 1e-6
-"""The largest temperature, and the one below which logits divided by it may leave float32."""
-MakeContexts = Callable[[], Contexts | Sequence[list[int]]]
+HOTTEST, COLDEST = 1e30, 1e-30
+"""The largest temperature, and the smallest one: logits divided by less may leave float32."""
+MakeContexts = Callable[[], Contexts]
 """Returns the tokens before each row of logits; called only when a processor reads them."""
 
 # transformers' processors that read the scores only.
 _CONTEXT_FREE = (
     *(
         "TemperatureLogitsWarper",
-        "_Cold",
         "TopKLogitsWarper",
         "TopPLogitsWarper",
         "MinPLogitsWarper",
@@ -116,8 +115,12 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature <= HOTTEST:
-            raise ConfigError.of("temperature", self.temperature, f">= 0 (0 is greedy) and at most {HOTTEST:g}")
+        if self.temperature != 0 and not COLDEST <= self.temperature <= HOTTEST:
+            raise ConfigError.of(
+                "temperature",
+                self.temperature,
+                f">= 0 (0 is greedy, others from {COLDEST:g} on) and at most {HOTTEST:g}",
+            )
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError.of("top_k", self.top_k, ">= 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -133,34 +136,12 @@ class Sampling:
         if self.greedy:
             return warpers
         if self.temperature != 1:
-            warpers.append(_tempered(TemperatureLogitsWarper(float(self.temperature))))
+            warpers.append(TemperatureLogitsWarper(float(self.temperature)))
         if self.top_k is not None:
             warpers.append(TopK(self.top_k))
         if self.top_p is not None and self.top_p < 1:
             warpers.append(TopP(self.top_p))
         return warpers
-
-
-class _Cold(LogitsProcessor):
-    """Divides by a temperature so small that a quotient may overflow; exact in the limit of temperature 0.
-
-    Subtracting the largest score first does not change the softmax: the largest score becomes 0, and others may
-    overflow to -inf.
-    """
-
-    def __init__(self, temperature: float) -> None:
-        self._temperature = temperature
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        below = scores - scores.amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
-        return torch.where(below == 0, below, below / self._temperature)
-
-
-def _tempered(processor: LogitsProcessor) -> LogitsProcessor:
-    """Return the processor, or for temperatures at which it would overflow a `_Cold` one."""
-    if type(processor) is TemperatureLogitsWarper and processor.temperature < COLDEST:
-        return _Cold(processor.temperature)
-    return processor
 
 
 class Processors:
@@ -181,7 +162,7 @@ class Processors:
                 raise ConfigError(
                     f"logits_processor={name} {_STATEFUL[name]}; expected one that depends on the text alone"
                 )
-        self._all = [*map(_tempered, extra), *sampling.warpers()]
+        self._all = [*extra, *sampling.warpers()]
         self.may_empty = bool(extra)
         """Whether processors may forbid every token of a row; temperature, top-k and top-p never do."""
         self.none = not self._all
@@ -192,17 +173,10 @@ class Processors:
         """Whether any processor reads the tokens before a node."""
         self._texts = texts
 
-    def probabilities(self, logits_NV: Tensor, contexts: MakeContexts, text: int = 0) -> Tensor:
-        """Return the distribution of every row, [N, V]; DraftsmithError where processors forbid every token."""
-        scores_NV = self.scores(logits_NV, contexts, text)
-        if self.may_empty and bool(scores_NV.isneginf().all(-1).any()):
-            self.raise_empty(logits_NV, contexts(), text)
-        return scores_NV.softmax(-1)
+    def scores(self, logits_NV: Tensor, contexts: MakeContexts | None = None) -> Tensor:
+        """Return the processed logits [N, V] of nodes; a row is -inf where the processors forbid every token.
 
-    def scores(self, logits_NV: Tensor, contexts: MakeContexts, text: int = 0) -> Tensor:
-        """Return the processed logits [N, V] of nodes of one text, whose index in its batch is `text`.
-
-        A row is -inf where the processors forbid every token.
+        `contexts` may be None where no processor reads the text.
         """
         scores_NV = precise(logits_NV)
         before: Contexts | None = None
@@ -210,13 +184,14 @@ class Processors:
             if type(processor).__name__ in _CONTEXT_FREE:
                 scores_NV = processor(cast(torch.LongTensor, None), cast(torch.FloatTensor, scores_NV))
                 continue
-            before = _as_contexts(contexts(), text, logits_NV.device) if before is None else before
+            assert contexts is not None
+            before = contexts() if before is None else before
             scores_NV = self._by_node(processor, scores_NV, before)
         return scores_NV
 
-    def raise_empty(self, logits_NV: Tensor, contexts: Contexts | Sequence[list[int]], text: int = 0) -> NoReturn:
+    def raise_empty(self, logits_NV: Tensor, before: Contexts) -> NoReturn:
         """Raise DraftsmithError with the name of the first processor that forbids every token of a row."""
-        before, scores_NV = _as_contexts(contexts, text, logits_NV.device), logits_NV.float()
+        scores_NV = logits_NV.float()
         for processor in self._all:
             scores_NV = self._by_node(processor, scores_NV, before)
             empty_N = scores_NV.isneginf().all(-1).tolist()
@@ -274,12 +249,6 @@ def _allowed(processor: PrefixConstrainedLogitsProcessor, scores_NV: Tensor, bef
 def precise(logits: Tensor) -> Tensor:
     """Return logits in at least fp32: float16 and bfloat16 are too coarse for the ratio p/q."""
     return logits if logits.dtype == torch.float64 else logits.float()  # the exact tests use fp64
-
-
-def _as_contexts(contexts: Contexts | Sequence[list[int]], text: int, device: torch.device) -> Contexts:
-    if isinstance(contexts, Sequence):
-        return ListContexts(contexts, text, device)
-    return contexts
 
 
 def _treats_rows_independently(processor: LogitsProcessor) -> bool:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,49 +20,8 @@ from draftsmith.heads.rows import Counts, Rows
 # Shapes: B texts, N draft nodes of one text, H hidden size, V vocabulary.
 
 
-class Target(Protocol):
-    """The interface of a target; the exact tests implement it with toy models."""
-
-    context_limit: int | None
-
-    def prefill(self, texts: Sequence[DecodeSequence], layers: tuple[int, ...] = ()) -> Tensor:
-        """Read all texts and return the logits [B, V] after their last tokens; keep the features of `layers`."""
-        ...
-
-    def verify(self, tokens_BQ: Tensor, shapes: Sequence[Parents]) -> Tensor:
-        """Read the last committed token (root) and the draft of each text; return logits [B, Q, V], root first.
-
-        Args:
-            tokens_BQ: roots and draft tokens; texts with fewer tokens are padded.
-            shapes: the parents of each text's draft nodes, or one entry for all texts.
-        """
-        ...
-
-    def commit(self, paths: Sequence[list[int]]) -> None:
-        """Keep the roots and the accepted nodes and discard the other nodes."""
-        ...
-
-    def hidden(self, nodes: Sequence[int]) -> Tensor | None:
-        """Return the inputs of the lm_head [B, H] for the last logits of these nodes (or `ROOT`), one for each text.
-
-        None if not available.
-        """
-        ...
-
-    def features(self, paths: Sequence[list[int]] | None) -> Tensor | None:
-        """Return the features [B, n, F] of the roots and the nodes on these paths, or of all tokens of the prompts.
-
-        Texts with shorter paths are padded. None if the drafter needs no features.
-        """
-        ...
-
-    def drop(self, rows: list[int]) -> None:
-        """Keep only these rows, in this order; the other texts are finished."""
-        ...
-
-
 class TransformersTarget:
-    """A transformers causal LM or encoder-decoder model.
+    """A transformers causal LM or encoder-decoder model. The exact tests replace it by toy models.
 
     Args:
         capability: the drafts that `verify` accepts.
@@ -80,6 +38,7 @@ class TransformersTarget:
         self.context_limit = context_limit(model.config)
 
     def prefill(self, texts: Sequence[DecodeSequence], layers: tuple[int, ...] = ()) -> Tensor:
+        """Read all texts and return the logits [B, V] after their last tokens; keep the features of `layers`."""
         sources = [text.source for text in texts]
         encoded = [text.encoded for text in texts if text.encoded is not None] or None
         longest = max(text.max_length for text in texts) + self._nodes
@@ -91,6 +50,12 @@ class TransformersTarget:
         return self._runner.append(prompts)
 
     def verify(self, tokens_BQ: Tensor, shapes: Sequence[Parents]) -> Tensor:
+        """Read the last committed token (root) and the draft of each text; return logits [B, Q, V], root first.
+
+        Args:
+            tokens_BQ: roots and draft tokens; texts with fewer tokens are padded.
+            shapes: the parents of each text's draft nodes, or one entry for all texts.
+        """
         if self._capability.no_trees and any(shape != chain_parents(len(shape)) for shape in shapes):
             raise ConfigError(self._capability.refusal("this draft"))
         if self._plan.invariant:
@@ -98,9 +63,11 @@ class TransformersTarget:
         return self._runner.tree(tokens_BQ, shapes)
 
     def commit(self, paths: Sequence[list[int]]) -> None:
+        """Keep the roots and the accepted nodes and discard the other nodes."""
         self._runner.commit(self._places(paths))
 
     def hidden(self, nodes: Sequence[int]) -> Tensor | None:
+        """Return the inputs of the lm_head [B, H] for the last logits of these nodes (or `ROOT`), one for each text."""
         states = self._runner.states
         if states.dim() == 2:  # after the prefill
             return states
@@ -110,6 +77,10 @@ class TransformersTarget:
         return states[torch.arange(len(nodes), device=states.device), nodes.on_device_B + 1]
 
     def features(self, paths: Sequence[list[int]] | None) -> Tensor | None:
+        """Return the features [B, n, F] of the roots and the nodes on these paths, or of all tokens of the prompts.
+
+        Texts with shorter paths are padded. None if the drafter needs no features.
+        """
         features_BQF = self._runner.features_BQF
         return features_BQF if features_BQF is None or paths is None else at_places(features_BQF, self._places(paths))
 
@@ -118,6 +89,7 @@ class TransformersTarget:
         return Rows.of(paths, next(self.model.parameters()).device).after_root
 
     def drop(self, rows: list[int]) -> None:
+        """Keep only these rows, in this order; the other texts are finished."""
         self._runner.drop(rows)
 
     def close(self) -> None:

@@ -1,28 +1,25 @@
-"""Verification rules: functions of the target's distributions, the drafts and `draws` that return an `Outcome`.
+"""Verification rules: functions of the target's distributions, the drafts and `draws` that return a `Decided`.
 
-    token, block                                  chains drawn from q
-    siblings-without-replacement    trees whose siblings were drawn from q, tested one after the other
-    traversal                       the block rule for such trees, leaf by leaf
-    point-mass                                    any draft, however its tokens were chosen, sorted or pruned
-    typical                                       any draft; LOSSY: texts are not distributed as the target's
-    greedy                                        any draft under greedy decoding: the target's argmax
+    token, block    chains drawn from q
+    traversal       the block rule for trees whose siblings were drawn from q without replacement, leaf by leaf
+    point-mass      any draft, however its tokens were chosen, sorted or pruned
+    typical         any draft; LOSSY: texts are not distributed as the target's
+    greedy          any draft under greedy decoding: the target's argmax
 
 A rule verifies the drafts of B texts that have one shape, or parts of one, on the device: it reads no value, so a round
-needs one transfer to the host, that of the packed outcome. The point-mass rule takes drafts of different shapes, too.
+needs one transfer to the host, that of the packed outcome. Rules for any draft take different shapes, too.
 `p_BPV` is always [B, N + 1, V]: place 0 holds the target's distribution after the last committed token, place i + 1 the
 one after draft node i.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from draftsmith.decode.draws import NOT_DRAWN, Draws
-from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, depths_of, path_to
-from draftsmith.heads.rows import constant
+from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, DraftBatch, children_of
 
 # Shapes: B texts, N draft nodes, P = N + 1 places, D levels of the draft, V vocabulary.
 
@@ -59,26 +56,9 @@ class VerifyResult:
         return VerifyResult(self.path[:count], NOT_DRAWN, self.overlap[:count])
 
 
-class Outcome(Protocol):
-    """The result of a rule on the device."""
-
-    @property
-    def columns(self) -> int:
-        """Number of packed values of each text."""
-        ...
-
-    def packed(self) -> Tensor:
-        """Return the values [B, columns] in fp64 from which `result` is made."""
-        ...
-
-    def result(self, values: Sequence[float], draft: Draft) -> VerifyResult:
-        """Return the result for one text, from its packed values; -1 is the token of a node that is not valid."""
-        ...
-
-
 @dataclass(frozen=True)
 class Decided:
-    """Accepted paths and the tokens after them."""
+    """The outcome of a rule on the device: accepted paths and the tokens after them."""
 
     path_BD: Tensor
     """Accepted nodes, then -1."""
@@ -88,38 +68,21 @@ class Decided:
 
     @property
     def columns(self) -> int:
+        """Number of packed values of each text."""
         return 1 + 2 * self.path_BD.shape[1]
 
     def packed(self) -> Tensor:
+        """Return the values [B, columns] in fp64 from which `result` is made."""
         return torch.cat([self.next_B[:, None], self.path_BD, self.overlap_BD.double()], 1)
 
-    def result(self, values: Sequence[float], draft: Draft) -> VerifyResult:
+    def result(self, values: Sequence[float], own: Sequence[int] | None = None) -> VerifyResult:
+        """Return the result for one text, from its packed values; `own`: the node of its draft for each node."""
         depth = self.path_BD.shape[1]
-        path = tuple(int(node) for node in values[1 : 1 + depth] if node >= 0)
-        overlap = values[1 + depth : self.columns]
-        return VerifyResult(path, int(values[0]), tuple(value for value in overlap if value == value))
-
-
-@dataclass(frozen=True)
-class TargetTokens:
-    """A draw from the target's p after every place. A draft is accepted while its tokens agree with these."""
-
-    tokens_BP: Tensor
-    overlap_BP: Tensor
-    """The target's probability of the candidates after each place."""
-
-    @property
-    def columns(self) -> int:
-        return 2 * self.tokens_BP.shape[1]
-
-    def packed(self) -> Tensor:
-        return torch.cat([self.tokens_BP, self.overlap_BP.double()], 1)
-
-    def result(self, values: Sequence[float], draft: Draft) -> VerifyResult:
-        places = self.tokens_BP.shape[1]
-        found = verify_greedy([int(token) for token in values[:places]], draft)
-        tested = [ROOT, *found.path][: len(found.overlap)]
-        return VerifyResult(found.path, found.next_token, tuple(values[places + 1 + node] for node in tested))
+        path = (int(node) for node in values[1 : 1 + depth] if node >= 0)
+        overlap = (value for value in values[1 + depth : self.columns] if value == value)
+        return VerifyResult(
+            tuple(path if own is None else (own[node] for node in path)), int(values[0]), tuple(overlap)
+        )
 
 
 def residual(p_BV: Tensor, q_BV: Tensor, scale_B: Tensor | None = None) -> Tensor:
@@ -133,7 +96,7 @@ def residual(p_BV: Tensor, q_BV: Tensor, scale_B: Tensor | None = None) -> Tenso
     return torch.where(rest_BV.any(-1, keepdim=True), rest_BV, p_BV)
 
 
-def token_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
+def token_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Decided:
     """Accept x ~ q with probability min(1, p/q); after the first rejection draw from norm(max(p - q, 0)).
 
     Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1. Lossless whatever q is.
@@ -143,7 +106,7 @@ def token_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
     return _chain_outcome(p_BPV, q_BNV, draft, draws, accepted_B, overlap_BN, None)
 
 
-def block_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
+def block_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Decided:
     """Accept the longest prefix that a joint test of the block allows; in expectation at least the token rule's.
 
     With p_0 = 1 and p_i = min(1, p_(i-1) p(x_i)/q(x_i)), prefix i is accepted with probability
@@ -242,13 +205,32 @@ def verify_greedy(target_tokens: Sequence[int], draft: Draft) -> VerifyResult:
         node = match
 
 
-def point_mass_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
+def point_mass_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Decided:
     """Draw y ~ p; descend if y is among the children, otherwise y is the next token.
 
     Every emitted token is a draw from p, so the rule is exact for any choice of candidates. It accepts with probability
     sum_{x in children} p(x), the maximum of any rule for candidates that are not random.
     """
-    return TargetTokens(draws.along(p_BPV, draft), _candidates(p_BPV, draft))
+    drawn_BP = draws.along(p_BPV, draft)
+    place_BN = draft.places().expand_as(draft.tokens_BN)
+    leaf_B = _deepest(draft, drawn_BP.gather(1, place_BN) == draft.tokens_BN)
+    path_BD = paths(draft, leaf_B)
+    next_B = drawn_BP.gather(1, leaf_B[:, None] + 1)[:, 0]
+    return Decided(path_BD, next_B, along(_candidates(p_BPV, draft), path_BD, draft))
+
+
+def _deepest(draft: DraftBatch, passes_BN: Tensor) -> Tensor:
+    """Return the first of the deepest nodes [B] whose whole path consists of valid nodes that pass, or `ROOT`."""
+    if draft.valid_BN is not None:
+        passes_BN = passes_BN & draft.valid_BN
+    if draft.is_chain:
+        return passes_BN.cumprod(1).sum(1) - 1
+    reached_BN, place_BN = passes_BN, draft.places().expand_as(passes_BN)
+    for _ in range(draft.depth - 1):
+        reached_BP = torch.nn.functional.pad(reached_BN, (1, 0), value=True)
+        reached_BN = passes_BN & reached_BP.gather(1, place_BN)
+    depth_BN = draft.depths()[:, 1:] * reached_BN
+    return torch.where(reached_BN.any(1), depth_BN.argmax(1), ROOT)
 
 
 def _candidates(p_BPV: Tensor, draft: DraftBatch) -> Tensor:
@@ -268,10 +250,18 @@ def _of_tokens(p_BPV: Tensor, tokens_BN: Tensor, place_BN: Tensor) -> Tensor:
 
 def paths(draft: DraftBatch, leaf_B: Tensor) -> Tensor:
     """Return the nodes [B, D] on the path to each leaf, which may be `ROOT`, then -1."""
-    depth = max(depths_of(draft.parents))
-    paths = [path_to(draft.parents, node) for node in range(ROOT, len(draft))]
-    table = constant(tuple((*path, *[ROOT] * (depth - len(path))) for path in paths), leaf_B.device)
-    return table[leaf_B + 1]
+    (B,), D, device = leaf_B.shape, draft.depth, leaf_B.device
+    if draft.is_chain:
+        step_D = torch.arange(D, device=device)
+        return torch.where(step_D <= leaf_B[:, None], step_D, -1)
+    # One column more takes what is written after the root is reached.
+    path_BD = torch.full((B, D + 1), -1, device=device)
+    above_BP = torch.nn.functional.pad(draft.places().expand_as(draft.tokens_BN) - 1, (1, 0), value=ROOT)
+    depth_BP, node_B1 = draft.depths().expand_as(above_BP), leaf_B[:, None]
+    for _ in range(D):
+        path_BD.scatter_(1, (depth_BP.gather(1, node_B1 + 1) - 1) % (D + 1), node_B1)
+        node_B1 = above_BP.gather(1, node_B1 + 1)
+    return path_BD[:, :D]
 
 
 def along(values_BP: Tensor, path_BD: Tensor, draft: DraftBatch) -> Tensor:
@@ -289,24 +279,89 @@ EPSILON, DELTA = 0.09, 0.3
 """The paper's constants of typical acceptance."""
 
 
-def typical_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
+def typical_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Decided:
     """Accept the longest path on which every token has p(x) > min(epsilon, delta exp(-H(p))); then draw from p.
 
     Cai et al. 2024, arXiv:2401.10774, section 3.3, with epsilon = 0.09 and delta = 0.3. Lossy for all values of
     the two constants.
     """
-    B, N, device = p_BPV.shape[0], len(draft), p_BPV.device
+    B, N = p_BPV.shape[0], len(draft)
     entropy_BP = -(p_BPV * p_BPV.clamp_min(1e-30).log()).sum(-1)
     threshold_BP = (DELTA * (-entropy_BP).exp()).clamp_max_(EPSILON)
     place_BN = draft.places().expand(B, N)
-    passes_BN = _of_tokens(p_BPV, draft.tokens_BN, place_BN) > threshold_BP.gather(1, place_BN)
-    if draft.valid_BN is not None:
-        passes_BN = passes_BN & draft.valid_BN
-    on_paths = [path_to(draft.parents, node) for node in range(N)]
-    on_path_NN = constant(tuple(tuple(node in path for node in range(N)) for path in on_paths), device, torch.bool)
-    reached_BN = (passes_BN[:, None] | ~on_path_NN).all(-1)
-    depth_BN = constant(tuple(depths_of(draft.parents)), device) * reached_BN
-    leaf_B = torch.where(reached_BN.any(1), depth_BN.argmax(1), ROOT)
+    leaf_B = _deepest(draft, _of_tokens(p_BPV, draft.tokens_BN, place_BN) > threshold_BP.gather(1, place_BN))
     path_BD = paths(draft, leaf_B)
-    next_B = draws.next(p_BPV[torch.arange(B, device=device), leaf_B + 1])
+    next_B = draws.next(p_BPV[torch.arange(B, device=p_BPV.device), leaf_B + 1])
     return Decided(path_BD, next_B, along(_candidates(p_BPV, draft), path_BD, draft))
+
+
+# Trees whose siblings were drawn from q.
+
+
+def without(q_BV: Tensor, token_B1: Tensor) -> Tensor:
+    """Return q conditioned on any token except this one: [B, V]; all zero when no other token has probability."""
+    rest_BV = q_BV.scatter(1, token_B1, 0.0)
+    return rest_BV / rest_BV.sum(-1, keepdim=True).clamp_min(torch.finfo(rest_BV.dtype).tiny)
+
+
+class _Traversal:
+    """The state of every place: p and q without the rejected children, and the weight, which scales p."""
+
+    def __init__(self, p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> None:
+        self.draft, self.draws = draft, draws
+        self.children = children_of(draft.parents)
+        self.p = list(p_BPV.unbind(1))
+        self.q = [draft.q[below[0]] if below else None for below in self.children]
+        self.weight = [torch.ones_like(p_BPV[:, 0, 0], dtype=torch.float64) for _ in self.children]
+        self.open_B = torch.ones_like(p_BPV[:, 0, 0], dtype=torch.bool)
+        """Rows that have accepted no path yet."""
+        self.leaf_B = torch.full_like(self.open_B, ROOT, dtype=torch.int64)
+        self.end_BV = self.p[0]
+
+    def visit(self, place: int) -> None:
+        """Test the paths through each child of `place`, and remove the child where none of them is accepted."""
+        for child in self.children[place]:
+            token_B1, q_BV = self.draft.tokens_BN[:, child, None], self.q[place]
+            assert q_BV is not None, "a node with children has a q"
+            ratio_B = (self.p[place].gather(1, token_B1) / q_BV.gather(1, token_B1))[:, 0].double()
+            self.weight[child + 1] = (self.weight[place] * ratio_B).clamp_max_(1.0)
+            self.visit(child + 1)
+            self._test(place, child, token_B1)
+
+    def _test(self, place: int, child: int, token_B1: Tensor) -> None:
+        """Accept the path to `child`, all of whose children were removed, with its weight, or remove the child."""
+        exists_B = self.open_B if self.draft.valid_BN is None else self.open_B & self.draft.valid_BN[:, child]
+        accepted_B = self.draws.passes(self.weight[child + 1], self.draft.number(child), exists_B) & exists_B
+        self.leaf_B = torch.where(accepted_B, child, self.leaf_B)
+        self.end_BV = torch.where(accepted_B[:, None], self.p[child + 1], self.end_BV)
+        self.open_B = self.open_B & ~accepted_B
+        p_BV, q_BV, weight_B = self.p[place], self.q[place], self.weight[place]
+        assert q_BV is not None
+        # p becomes norm(max(w p - q, 0)), the weight S / (S + 1 - w), and q loses the token.
+        left_B = (weight_B[:, None].to(p_BV.dtype) * p_BV - q_BV).clamp_min_(0).sum(-1).double()
+        rest_BV = residual(p_BV, q_BV, weight_B)
+        rejected_B = exists_B & ~accepted_B
+        self.p[place] = torch.where(rejected_B[:, None], rest_BV / rest_BV.sum(-1, keepdim=True), p_BV)
+        self.weight[place] = torch.where(rejected_B, ratio(left_B, left_B + 1 - weight_B), weight_B)
+        self.q[place] = without(q_BV, token_B1)
+
+
+def traversal_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Decided:
+    """Test whole paths: accept the path of the first remaining leaf with its weight, else remove the leaf and repeat.
+
+    The weight of a node is min(1, w_parent p(x)/q(x)), with p and q at its parent after all rejections. Siblings are
+    drawn without replacement. On a chain this is the block rule. Weng et al. 2025, arXiv:2505.12398.
+
+    Leaves are removed in the order of a traversal that visits children before their parent, whatever the draws are.
+    """
+    state = _Traversal(p_BPV, draft, draws)
+    state.visit(0)
+    end_BV = torch.where(state.open_B[:, None], state.p[0], state.end_BV)
+    path_BD = paths(draft, state.leaf_B)
+    overlap = [
+        torch.minimum(p_BPV[:, place], draft.q[below[0]]).sum(-1) if below else None
+        for place, below in enumerate(children_of(draft.parents))
+    ]
+    nothing_B = torch.zeros_like(p_BPV[:, 0, 0])
+    overlap_BP = torch.stack([nothing_B if value_B is None else value_B for value_B in overlap], 1)
+    return Decided(path_BD, draws.next(end_BV), along(overlap_BP, path_BD, draft))

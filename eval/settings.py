@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.fitting import capabilities, require_readable
+from draftsmith.decode.arguments import capabilities, require_readable
 from draftsmith.decode.policies import check_policy
 from draftsmith.decode.sampling import Sampling, require_seed
 from draftsmith.decode.verification import rule_named

@@ -143,7 +143,7 @@ def acceptance_measure(processors: Processors) -> Measure:
 
     def measure(rows: Rows) -> dict[str, Tensor]:
         labels_N1 = rows.labels_N[:, None]
-        q_NV = processors.scores(rows.q_NV, list)
+        q_NV = processors.scores(rows.q_NV)
         q_log_N1 = q_NV.log_softmax(-1).gather(1, labels_N1)
         own_N1 = q_NV.gather(1, labels_N1)
         # Equal scores are ordered by token id, as in argmax.
@@ -154,7 +154,7 @@ def acceptance_measure(processors: Processors) -> Measure:
         if processors.greedy:
             log_q_N = torch.zeros_like(rank_N).masked_fill(rank_N > 0, -torch.inf)
             return {"log_p": torch.zeros_like(rank_N), "log_q": log_q_N, "rank": rank_N, "sure": sure_N}
-        p_log_N1 = processors.scores(rows.p_NV, list).log_softmax(-1).gather(1, labels_N1).clamp_min(LEAST_LOG)
+        p_log_N1 = processors.scores(rows.p_NV).log_softmax(-1).gather(1, labels_N1).clamp_min(LEAST_LOG)
         return {"log_p": p_log_N1[:, 0], "log_q": q_log_N1[:, 0], "rank": rank_N, "sure": sure_N}
 
     return measure

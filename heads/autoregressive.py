@@ -24,14 +24,12 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import (
     Context,
-    DraftedChain,
     DraftStates,
     Level,
     ModuleTypes,
     Needs,
     TeacherSignals,
     TrainableDrafter,
-    WantedChain,
     unread,
 )
 from draftsmith.heads.hidden_states import require_layers
@@ -39,7 +37,7 @@ from draftsmith.heads.layers import Attend, CachedAttention, Rope, ready, rotary
 from draftsmith.heads.lm_head import DraftVocabulary, logits_head, weight_of
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.read_positions import ReadPositions
-from draftsmith.heads.rows import Rows
+from draftsmith.heads.rows import Counts, Rows
 from draftsmith.heads.start import inputs_of, sampled
 from draftsmith.heads.unrolled_attention import UnrolledAttention
 
@@ -119,17 +117,18 @@ class DraftNetwork(nn.Module, ABC):
         attention_mask: Tensor | Mapping[str, Tensor | None] | None,
         past_key_values: Any,
         use_cache: bool = True,
-        logits_to_keep: int | Tensor = 0,
+        lasts: Counts | None = None,
     ) -> NetworkOutput:
-        """Run like a transformers LM, on its cache; `features` are the states [B, T, H] before each token."""
+        """Run like a transformers LM, on its cache; `features` are the states [B, T, H] before each token.
+
+        `lasts`: the only position of each row whose output is needed.
+        """
         embeds_BTH = self.embed(input_ids)
         rope = self.rotary(embeds_BTH, position_ids)
         attend = CachedAttention(past_key_values, attention_mask, getattr(self.config, "layer_types", None) or ())
         states_BTH = self.step(embeds_BTH, features.to(self.dtype), rope, attend)
-        if isinstance(logits_to_keep, Tensor):
-            states_BTH = states_BTH[:, logits_to_keep]
-        else:
-            states_BTH = states_BTH[:, -logits_to_keep:]
+        if lasts is not None:
+            states_BTH = states_BTH[torch.arange(len(lasts), device=lasts.device), lasts.on_device_B][:, None]
         return NetworkOutput(self.full_head(states_BTH), states_BTH)
 
 
@@ -216,9 +215,6 @@ class AutoregressiveDrafter(NetworkDrafter[Network]):
         logits_BnV = self._runner.extend(level, level.of_parents(self._states_BnH))
         self._states_BnH = self._runner.states
         return logits_BnV
-
-    def chain(self, logits_BV: Tensor, wanted: WantedChain) -> DraftedChain | None:
-        return self._runner.chain(logits_BV, wanted, self._states_BnH[:, 0])
 
     def rollback(self, slots: Sequence[list[int]]) -> None:
         self._runner.commit([[] for _ in slots])

@@ -57,25 +57,6 @@ class Level:
         return values_BmX[rows_B1, self.parents_Bn]
 
 
-@dataclass(frozen=True)
-class WantedChain:
-    """A chain that is asked for after the tokens that were read."""
-
-    length: int
-    temperature: float = 1.0
-    uniform_BD: Tensor | None = None
-    """[B, length] in fp64: uniform numbers with which the tokens are drawn; None: the likeliest are chosen."""
-
-
-@dataclass(frozen=True)
-class DraftedChain:
-    """A chain of D draft tokens of every text."""
-
-    tokens_BD: Tensor
-    q: list[Tensor]
-    """The distributions [B, V] from which the tokens were drawn; empty where they were chosen."""
-
-
 class Runner(Protocol):
     """Runs a model of the drafter on the texts, one row each, with a cache of its own. Implemented by the decoder.
 
@@ -102,15 +83,6 @@ class Runner(Protocol):
 
     def extend(self, level: Level, features_BnF: Tensor | None = None) -> Tensor:
         """Read the next level of draft tokens and return the logits [B, n, V] after them."""
-        ...
-
-    def chain(self, logits_BV: Tensor, wanted: WantedChain, features_BF: Tensor | None = None) -> DraftedChain | None:
-        """Draft a chain in one compiled pass; None where the decoder does not compile, or `extend` is as fast.
-
-        Args:
-            logits_BV: for the first token.
-            features_BF: input of the pass over it; later passes read the `states` of the model's output.
-        """
         ...
 
     def line(self, tokens_BQ: Tensor, features_BQF: Tensor | None = None) -> Tensor:
@@ -168,13 +140,6 @@ class Context(Protocol):
         """Return a runner for a model of the drafter, whose passes may be padded to a cheaper width.
 
         With `width`, the usual number of tokens of its passes, only compiled passes are padded: narrower ones to it.
-        """
-        ...
-
-    def run(self, module: nn.Module, *inputs: Tensor | int) -> tuple[Tensor, ...]:
-        """Return `module(*inputs)`; compiled, with padding, where the decoder compiles.
-
-        Tensors are [B, n, ...] like the output, whose values for a node do not depend on other nodes.
         """
         ...
 
@@ -322,10 +287,6 @@ class Drafter(nn.Module):
 
         Called after `begin`; no token of the chain is read then.
         """
-        return None
-
-    def chain(self, logits_BV: Tensor, wanted: WantedChain) -> DraftedChain | None:
-        """Return a chain for all texts, whose first token has these logits; None: `extend` is called for each token."""
         return None
 
     def confidences(self) -> Tensor | None:

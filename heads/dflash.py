@@ -135,7 +135,7 @@ class DFlashNetwork(DraftNetwork):
     def head_parameters(self) -> tuple[nn.Parameter, ...]:
         return () if self.lm_head is None else tuple(self.lm_head.parameters())
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # ModelRunner looks for logits_to_keep
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decoder looks for `lasts`
         self,
         input_ids: Tensor,
         features: Tensor,
@@ -365,7 +365,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             logits_BnD = logits_BnD.expand(*self._before_Bn.shape, -1)
         else:
             inputs = self._carried_Bnr, self._before_Bn, self._node_states()
-            bias_BnD, self._carried_Bnr = self.context.run(self.markov, *inputs)
+            bias_BnD, self._carried_Bnr = self.markov(*inputs)
             logits_BnD = logits_BnD + bias_BnD
         return self._expanded(logits_BnD)
 

@@ -33,12 +33,10 @@ from transformers import (
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.base import (
     Context,
-    DraftedChain,
     DraftStates,
     Level,
     TeacherSignals,
     TrainableDrafter,
-    WantedChain,
     unread,
 )
 from draftsmith.heads.hidden_states import final_states, layer_lists, layers_name, layers_of, text_weights
@@ -169,9 +167,6 @@ class DraftModel(TrainableDrafter):
         if self.shared_vocabulary is not None:  # tokens of a larger padded target
             level = replace(level, tokens_Bn=level.tokens_Bn.masked_fill(level.tokens_Bn >= self.vocab_size, 0))
         return self._runner.extend(level)
-
-    def chain(self, logits_BV: Tensor, wanted: WantedChain) -> DraftedChain | None:
-        return self._runner.chain(logits_BV, wanted)
 
     def rollback(self, slots: Sequence[list[int]]) -> None:
         self._runner.commit(slots)

@@ -1,9 +1,9 @@
 """Drafts: the tokens that a drafter proposes in one round, chosen deterministically or drawn at random.
 
 Tokens of a draft without q were chosen in any way: the best k, pruned, re-sorted, copied from the prompt. Those of a
-draft with q were drawn from it one after the other, and all of them were kept; only `Drawing`, `BatchDrawing` and
-`DraftBatch.of` set q. Verification rules that compare p with q require it: they are not lossless for tokens that were
-selected after their values were known.
+draft with q were drawn from it one after the other, and all of them were kept; only `Drawing`, `ChainDrawing`,
+`drawn_at_once` and `DraftBatch.of` set q. Verification rules that compare p with q require it: they are not lossless
+for tokens that were selected after their values were known.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -252,7 +252,7 @@ class DraftBatch(_MayBeDrawn):
     def of(drafts: Sequence[Draft], device: torch.device | None = None) -> "DraftBatch":
         """Return drafts as a batch: chosen ones, or drawn ones of at least one token each.
 
-        Chosen drafts of different shapes become a batch that only the point-mass rule verifies. The shape of drawn ones
+        Chosen drafts of different shapes become a batch that rules for any draft verify. The shape of drawn ones
         contains theirs, see `united`.
         """
         first = drafts[0]
@@ -260,7 +260,7 @@ class DraftBatch(_MayBeDrawn):
         if first.drawn and first.tokens:
             return _united(drafts, device)
         if any(draft.parents != first.parents for draft in drafts):
-            return _mixed(drafts, device)
+            return (_chains if all(draft.is_chain for draft in drafts) else _mixed)(drafts, device)
         tokens_BN = torch.tensor([draft.tokens for draft in drafts], dtype=torch.int64, device=device)
         return DraftBatch(tokens_BN, first.parents)
 
@@ -268,6 +268,11 @@ class DraftBatch(_MayBeDrawn):
     def is_chain(self) -> bool:
         """True if every token is the child of the one before it."""
         return self.parents == chain_parents(len(self))
+
+    @property
+    def depth(self) -> int:
+        """Number of tokens on the longest path."""
+        return max((max(depths_of(shape), default=0) for shape in self.shapes or [self.parents]), default=0)
 
     def parents_of(self, row: int) -> Parents:
         """Return the shape of one text's draft, without regard to `valid_BN`."""
@@ -291,6 +296,14 @@ class DraftBatch(_MayBeDrawn):
 
     def __len__(self) -> int:
         return self.tokens_BN.shape[1]
+
+
+def _chains(drafts: Sequence[Draft], device: torch.device | None) -> DraftBatch:
+    """Return chosen chains of different lengths as a batch."""
+    most = max(map(len, drafts))
+    values = [[len(draft), *draft.tokens, *[0] * (most - len(draft))] for draft in drafts]
+    count_B1, tokens_BN = torch.tensor(values, device=device).split([1, most], 1)
+    return DraftBatch(tokens_BN, chain_parents(most), torch.arange(most, device=device) < count_B1)
 
 
 def _mixed(drafts: Sequence[Draft], device: torch.device | None) -> DraftBatch:
@@ -345,49 +358,43 @@ def united(shapes: Sequence[Parents]) -> tuple[Parents, list[list[int]]]:
     return tuple(parents), [[of_text.get(node, NO_NODE) for node in range(len(parents))] for of_text in own]
 
 
-class BatchDrawing:
-    """Builds drafts of one shape for B texts on the device: all nodes are chosen, or all are drawn and kept.
+class ChainDrawing:
+    """Builds chains for B texts on the device: all tokens are chosen, or all are drawn and kept.
 
-    See `Drawing` for what drawing requires. `draw`: None where nodes are chosen.
+    See `Drawing` for what drawing requires. `draw`: None where tokens are chosen.
     """
 
     def __init__(self, draw: Draw | None) -> None:
         self._draw = draw
-        self.parents: list[int] = []
         self.tokens: list[Tensor] = []
         """The tokens [B] of each node."""
         self.valid: list[Tensor | None] = []
+        """The texts that have the node; None: all."""
         self._q: list[Tensor] = []
 
-    def choose(self, parent: int, token_B: Tensor, valid_B: Tensor | None) -> None:
-        """Add a child of `parent`."""
-        assert not self._q, "chosen tokens cannot be added to a drawn draft"
-        self._add(parent, token_B, valid_B)
-
-    def draw(self, parent: int, q_BV: Tensor, valid_B: Tensor | None) -> None:
-        """Draw a child of `parent` for the rows that are valid."""
-        assert self._draw is not None, "drawn tokens cannot be added to a chosen draft"
-        self._add(parent, self._draw(q_BV, len(self.tokens), valid_B), valid_B)
-        self._q.append(q_BV)
-
-    def chain(self, tokens_BD: Tensor, q: Sequence[Tensor]) -> None:
-        """Add a chain after the root for all rows, each of whose tokens was drawn from its q [B, V]; none: chosen."""
-        assert not self.tokens, "nothing was added before"
-        assert len(q) == (0 if self._draw is None else tokens_BD.shape[1])
-        for parent, token_B in zip(chain_parents(tokens_BD.shape[1]), tokens_BD.unbind(1), strict=True):
-            self._add(parent, token_B, None)
-        self._q += q
-
-    def _add(self, parent: int, token_B: Tensor, valid_B: Tensor | None) -> None:
+    def choose(self, token_B: Tensor, valid_B: Tensor | None) -> None:
+        """Add the next tokens."""
+        assert self._draw is None, "chosen tokens cannot be added to a drawn draft"
         self.tokens.append(token_B)
-        self.parents.append(parent)
         self.valid.append(valid_B)
+
+    def draw(self, q_BV: Tensor, valid_B: Tensor | None) -> None:
+        """Draw the next tokens for the rows that are valid."""
+        assert self._draw is not None, "drawn tokens cannot be added to a chosen draft"
+        self.tokens.append(self._draw(q_BV, len(self.tokens), valid_B))
+        self.valid.append(valid_B)
+        self._q.append(q_BV)
 
     def batch(self) -> DraftBatch:
         """Return the drafts of all tokens."""
         tokens_BN = torch.stack(self.tokens, 1)
-        batch = DraftBatch(tokens_BN, tuple(self.parents), _stacked(self.valid, tokens_BN))
+        batch = DraftBatch(tokens_BN, chain_parents(len(self.tokens)), _stacked(self.valid, tokens_BN))
         return batch if self._draw is None else _drawn(batch, self._q)
+
+
+def drawn_at_once(q_BDV: Tensor, draw: Callable[[Tensor], Tensor]) -> DraftBatch:
+    """Return chains whose tokens [B, D] `draw` draws, each from its q, where no q depends on them."""
+    return _drawn(DraftBatch(draw(q_BDV), chain_parents(q_BDV.shape[1])), q_BDV.unbind(1))
 
 
 def _stacked(valid: Sequence[Tensor | None], tokens_BN: Tensor) -> Tensor | None:

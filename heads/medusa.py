@@ -90,11 +90,7 @@ class Medusa(HeadsDrafter, PathIndependentDrafter):
         return self.logits_at(0)
 
     def logits_at(self, depth: int) -> Tensor:
-        return self.context.run(self, self._hidden_B1H, depth)[0][:, 0]
-
-    def forward(self, hidden_nH: Tensor, depth: int) -> tuple[Tensor]:
-        """Return the logits [n, V] of the head of this depth."""
-        return (self.lm_heads.full(depth, self.blocks[depth](hidden_nH)),)
+        return self.lm_heads.full(depth, self.blocks[depth](self._hidden_B1H))[:, 0]
 
     def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
         read, tokens_D = ReadPositions(signals, self.num_heads), self.lm_heads.tokens_D

@@ -153,13 +153,8 @@ class TokenHeads(HeadsDrafter):
 
     def _logits(self, tokens_Bn: Tensor, depth: int) -> Tensor:
         """Run the head of this depth on nodes and return the logits [B, n, V] after them."""
-        logits_BnV, self._carried_BnS = self.context.run(self, self._carried_BnS, tokens_Bn, depth)
-        return logits_BnV
-
-    def forward(self, carried_nS: Tensor, tokens_n: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Return the logits [n, V] of head `depth` and the carried state [n, S'] of the next one."""
-        state_nH, carried_nS = self.advance(depth, carried_nS, tokens_n)
-        return self.lm_heads.full(depth, state_nH), carried_nS
+        state_BnH, self._carried_BnS = self.advance(depth, self._carried_BnS, tokens_Bn)
+        return self.lm_heads.full(depth, state_BnH)
 
     def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
         read = ReadPositions(signals, self.num_heads)

@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 from torch import Tensor
 
 from draftsmith.errors import ConfigError, reason_of
-from draftsmith.heads.base import Context, DraftedChain, Drafter, Level, WantedChain
+from draftsmith.heads.base import Context, Drafter, Level
 from draftsmith.heads.draft_tree import Draft
 
 SEPARATOR = -1
@@ -393,9 +393,6 @@ class Hybrid(Drafter):
 
     def chain_logits(self, length: int) -> Tensor | None:
         return self.drafter.chain_logits(length)
-
-    def chain(self, logits_BV: Tensor, wanted: WantedChain) -> DraftedChain | None:
-        return self.drafter.chain(logits_BV, wanted)
 
     def confidences(self) -> Tensor | None:
         return self.drafter.confidences()

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 from conftest import make_llama
-from recurrent_models import FULL, STATES, build
 
 from draftsmith.heads.base import FINAL, Drafter
 from draftsmith.heads.dflash import DFlash
@@ -28,11 +27,6 @@ def target_model() -> torch.nn.Module:
     return make_llama(num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2).double()
 
 
-def recurrent_model() -> torch.nn.Module:
-    """A model with a layer of the gated delta rule and one of attention."""
-    return build("qwen3_5_text", num_hidden_layers=2, layer_types=[STATES, FULL])
-
-
 def noisy(drafter: Drafter, scale: float = 0.02) -> Drafter:
     """Return a drafter that agrees with the target less often than it did."""
     for parameter in drafter.parameters():
@@ -42,10 +36,6 @@ def noisy(drafter: Drafter, scale: float = 0.02) -> Drafter:
 
 def draft_model(target: torch.nn.Module) -> Drafter:
     return noisy(DraftModel(target_model()))
-
-
-def recurrent_draft_model(target: torch.nn.Module) -> Drafter:
-    return noisy(DraftModel(recurrent_model()), 0.05)
 
 
 def eagle(target: torch.nn.Module) -> Drafter:
@@ -83,22 +73,13 @@ def hydra(target: torch.nn.Module) -> Drafter:
 CASES: dict[str, tuple[Callable[[torch.nn.Module], Drafter] | None, dict[str, object]]] = {
     "target alone": (None, {}),
     "draft_model": (draft_model, {"draft_length": 3}),
-    "tree": (draft_model, {"policy": "tree:widths=2x1"}),
     "best-first": (draft_model, {"policy": "best-first:size=7,depth=3"}),
     "eagle3": (eagle, {"draft_length": 3}),
     "mtp": (mtp, {"draft_length": 3}),
     "peagle": (peagle, {"draft_length": 3}),
     "dflash": (dflash, {"draft_length": 3}),
     "dspark": (dspark, {"draft_length": 4}),
-    "dspark, tree": (dspark, {"policy": "tree:widths=3x1x1"}),
+    "dspark, tree": (dspark, {"policy": "best-first:size=9,depth=3"}),
     "medusa": (medusa, {"draft_length": 3}),
-    "hydra": (hydra, {"policy": "tree:widths=3x1x1"}),
-    "recurrent target alone": (None, {}),
-    "recurrent draft_model": (recurrent_draft_model, {"draft_length": 3}),
-    "recurrent target, eagle3": (eagle, {"draft_length": 3}),
+    "hydra": (hydra, {"policy": "best-first:size=9,depth=3"}),
 }
-
-
-def target_of(case: str) -> torch.nn.Module:
-    """Return the target of a case, always with the same weights."""
-    return recurrent_model() if "recurrent" in case else target_model()

@@ -1,37 +1,49 @@
-"""A policy that draws trees of a given shape: the rules for drawn siblings are tested on shapes that no q decides."""
+"""Policies that build trees of a given shape: rules are tested on shapes that no q decides."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
 
 from draftsmith.decode.draft_builder import Children, DraftBuilder, DrawChildren, Read
-from draftsmith.decode.policies.base import Growing
-from draftsmith.decode.verification_rules import VerifyResult
-from draftsmith.heads.draft_tree import ROOT, Draft
+from draftsmith.decode.policies.base import Growing, MostNodes, Policy
+from draftsmith.heads.draft_tree import ROOT
+
+Path = tuple[int, ...]
+
+
+def widths_shape(widths: Sequence[int]) -> tuple[Path, ...]:
+    """Return the shape in which every node at depth d has `widths[d]` children."""
+    paths: list[Path] = []
+    level: list[Path] = [()]
+    for width in widths:
+        level = [(*path, rank) for path in level for rank in range(width)]
+        paths += level
+    return tuple(paths)
 
 
 @dataclass(frozen=True)
-class DrawnTree:
-    """DrawChildren the children of every node without replacement; `shape`: paths, as of a `StaticTree`."""
+class DrawnTree(Policy):
+    """Draws the children of every node without replacement; `shape`: paths of ranks, such as (0,), (1,), (0, 0)."""
 
-    learns: ClassVar[bool] = False
-    shape: tuple[tuple[int, ...], ...]
+    shape: tuple[Path, ...]
 
-    def fresh(self) -> Self:
-        return self
+    @property
+    def most_nodes(self) -> MostNodes:
+        return MostNodes(len(self.shape), len(self.shape))
 
     def grow(self, builder: DraftBuilder) -> Growing:
-        level: list[tuple[int, tuple[int, ...]]] = [(ROOT, ())]
+        chooses = self.chooses or builder.greedy
+        level: list[tuple[int, Path]] = [(ROOT, ())]
         for _ in range(builder.room):
             counts = [sum(other[:-1] == path and len(other) > 0 for other in self.shape) for _, path in level]
             level = [entry for entry, count in zip(level, counts, strict=True) if count]
             if not level:
                 break
-            look = yield Read([node for node, _ in level], top=max(counts) if builder.greedy else 0)
+            look = yield Read([node for node, _ in level], top=max(counts) if chooses else 0)
             counts = [count for count in counts if count]
-            if builder.greedy:
+            if chooses:
                 rows = zip(level, look.tokens, look.values, counts, strict=True)
                 children: Children = [
-                    [(builder.choose(node, tokens[rank]), None) for rank in range(count) if values[rank] > 0]
+                    [(builder.choose(node, t), None) for t, q in zip(tokens[:count], values, strict=False) if q > 0]
                     for (node, _), tokens, values, count in rows
                 ]
             else:
@@ -43,8 +55,11 @@ class DrawnTree:
             ]
         return builder.draft()
 
-    def observe(self, builder: DraftBuilder | None, draft: Draft, result: VerifyResult) -> None:
-        pass
-
     def __str__(self) -> str:
-        return f"drawn tree {self.shape}"
+        return f"{type(self).__name__} {self.shape}"
+
+
+class ChosenTree(DrawnTree):
+    """Chooses the likeliest children of every node."""
+
+    chooses = True

@@ -8,7 +8,7 @@ from transformers import LlamaForCausalLM
 
 from draftsmith.decode.draft_builder import DraftBuilder, Look, Read
 from draftsmith.decode.loop import DecodeLoop
-from draftsmith.decode.policies.base import Growing
+from draftsmith.decode.policies.base import Growing, Policy
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.target import TransformersTarget
@@ -19,16 +19,11 @@ Recorded = tuple[list[int], list[int], Tensor]
 """Committed tokens, the draft tokens after them, and the drafter's logits [V] there."""
 
 
-class Recorder:
+class Recorder(Policy):
     """A policy that drafts given tokens and keeps the logits that it receives."""
-
-    learns = False
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens, self.logits = tokens, []
-
-    def fresh(self) -> "Recorder":
-        return self
 
     def grow(self, builder: DraftBuilder) -> Growing:
         node = ROOT
@@ -38,17 +33,12 @@ class Recorder:
             node = builder.choose(node, token)
         return builder.draft()
 
-    def observe(self, *arguments: object) -> None:
-        pass
 
-
-class Planned:
+class Planned(Policy):
     """A policy whose drafts are a text's own greedy tokens for a planned number of levels a round, then wrong ones.
 
     With `siblings` each right token comes after a wrong one, so that accepted nodes are not the first ones.
     """
-
-    learns = False
 
     def __init__(self, wholes: list[list[int]], plans: list[list[int]], depth: int, *, siblings: bool) -> None:
         self.wholes, self.plans, self.depth, self.siblings = wholes, plans, depth, siblings
@@ -76,9 +66,6 @@ class Planned:
             nodes = [builder.choose(parent, each) for each in tokens]
             paths = [[*before, each] for each in tokens]
         return builder.draft()
-
-    def observe(self, *arguments: object) -> None:
-        pass
 
 
 def planned_rounds(

@@ -8,7 +8,7 @@ the target are kept from the pass that reads the tokens until the drafter takes 
 """
 
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -20,48 +20,6 @@ from draftsmith.heads.rows import Counts, Rows, rows_of
 
 SPARE = 64
 """Slots that are allocated in addition to the tokens."""
-
-
-class Contexts(Protocol):
-    """The tokens before n rows of logits."""
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        """Number of tokens before each row."""
-        ...
-
-    @property
-    def texts(self) -> Sequence[int]:
-        """For each row the index of its text in the batch."""
-        ...
-
-    def ids(self, rows: Sequence[int]) -> torch.LongTensor:
-        """Return the tokens [len(rows), T] before these rows, which have equal lengths."""
-        ...
-
-    def repeated(self) -> torch.LongTensor:
-        """Return [n, T]: the tokens before every row, followed by copies of its first token where it is shorter."""
-        ...
-
-
-def token_ids(rows: Sequence[Sequence[int]], device: torch.device | None = None) -> torch.LongTensor:
-    """Return rows of equal length as [B, T], with the type that transformers' processors and criteria declare."""
-    return cast(torch.LongTensor, torch.tensor(rows, device=device))  # int64, which no annotation of torch's says
-
-
-class ListContexts:
-    """Contexts that are given as lists; all rows belong to one text."""
-
-    def __init__(self, rows: Sequence[list[int]], text: int, device: torch.device) -> None:
-        self._rows, self._device = rows, device
-        self.lengths, self.texts = [len(row) for row in rows], [text] * len(rows)
-
-    def ids(self, rows: Sequence[int]) -> torch.LongTensor:
-        return token_ids([self._rows[row] for row in rows], self._device)
-
-    def repeated(self) -> torch.LongTensor:
-        width = max(self.lengths)
-        return token_ids([row + row[:1] * (width - len(row)) for row in self._rows], self._device)
 
 
 class CommittedTokens:
@@ -89,7 +47,7 @@ class CommittedTokens:
 
     def with_paths(
         self, rows: Sequence[int], paths_nD: Tensor | None, depths: Sequence[int], texts: Sequence[int]
-    ) -> "StoredContexts":
+    ) -> "Contexts":
         """Return contexts of texts `rows`, each followed by the first `depths` tokens of its row of `paths_nD`.
 
         `texts`: for each row the index of its text in the whole batch.
@@ -97,11 +55,9 @@ class CommittedTokens:
         lengths = [self.lengths[row] + depth for row, depth in zip(rows, depths, strict=True)]
         if paths_nD is not None:
             self._reserve(max(self.lengths) + paths_nD.shape[1])
-        return StoredContexts(self, rows, paths_nD, lengths, texts)
+        return Contexts(self, rows, paths_nD, lengths, texts)
 
-    def with_tokens(
-        self, rows: Sequence[int], paths: Sequence[Sequence[int]], texts: Sequence[int]
-    ) -> "StoredContexts":
+    def with_tokens(self, rows: Sequence[int], paths: Sequence[Sequence[int]], texts: Sequence[int]) -> "Contexts":
         """Return contexts of texts `rows`, each followed by the tokens of its path; `texts` as in `with_paths`."""
         longest = max(map(len, paths))
         wide = [[*path, *[0] * (longest - len(path))] for path in paths]
@@ -131,8 +87,11 @@ class CommittedTokens:
             self._ids_BS = torch.cat([self._ids_BS, self._ids_BS.new_zeros(B, max(held, slots - held + SPARE))], 1)
 
 
-class StoredContexts:
-    """Contexts of draft nodes: the committed tokens of their texts and the tokens on the path to each node."""
+class Contexts:
+    """The tokens before n rows of logits: the committed ones of their texts and those on the path to each node.
+
+    `lengths`: number of tokens before each row. `texts`: for each row the index of its text in the whole batch.
+    """
 
     def __init__(
         self,
@@ -146,15 +105,22 @@ class StoredContexts:
         self.lengths, self.texts = lengths, texts
 
     def ids(self, rows: Sequence[int]) -> torch.LongTensor:
+        """Return the tokens [len(rows), T] before these rows, which have equal lengths."""
         paths = None if self._paths_nD is None else self._paths_nD[list(rows)]
         width = self.lengths[rows[0]]
         return cast(torch.LongTensor, self._committed.tokens([self._rows[row] for row in rows], paths, width))
 
     def repeated(self) -> torch.LongTensor:
+        """Return [n, T]: the tokens before every row, followed by copies of its first token where it is shorter."""
         ids_nT = self._committed.tokens(self._rows, self._paths_nD, max(self.lengths))
         lengths_n1 = torch.tensor([[length] for length in self.lengths], device=ids_nT.device)
         own_nT = torch.arange(ids_nT.shape[1], device=ids_nT.device) < lengths_n1
         return cast(torch.LongTensor, torch.where(own_nT, ids_nT, ids_nT[:, :1]))
+
+
+def contexts_of(rows: Sequence[list[int]], device: torch.device, text: int = 0) -> Contexts:
+    """Return contexts that are given as lists; all rows belong to one text."""
+    return CommittedTokens(rows, device).with_paths(range(len(rows)), None, [0] * len(rows), [text] * len(rows))
 
 
 # Features.

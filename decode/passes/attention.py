@@ -1,4 +1,4 @@
-"""Attention of verification passes: causal without a mask for chains, and key/value heads that are never expanded.
+"""Attention of verification passes: masks, none for chains, and key/value heads that are never expanded.
 
 transformers' sdpa function expands grouped key/value heads whenever it is given a mask, and a pass over several draft
 tokens after a cache needs a mask there. `attend` is registered beside it and used by the models' attention layers while
@@ -8,19 +8,26 @@ this package runs a pass: `Implementation` changes the name in the model's confi
     key    [B, K, S, D]                               as the cache holds it
 """
 
-from functools import lru_cache
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from draftsmith.heads.model_config import SPECIAL_ATTENTION, text_config
+from draftsmith.errors import ConfigError
+from draftsmith.heads.draft_tree import Parents
+from draftsmith.heads.model_config import NO_CONTEXT, SPECIAL_ATTENTION, Implementation, configs_of, text_config
+from draftsmith.heads.rows import Counts, upload
 
 # Shapes: B rows, K key/value heads, G query heads for each of them, Q queries, S slots, D head size.
 
@@ -114,3 +121,169 @@ def passes_of(model: PreTrainedModel) -> Passes:
 def run_with(model: PreTrainedModel, passes: Passes) -> None:
     """Run `model` this way from now on."""
     _PASSES[model] = passes
+
+
+# Masks for chains, trees and rows of different length, with or without sliding windows.
+
+FULL = frozenset({"full_attention", "hybrid", "indexed_attention"})
+SLIDING = frozenset({"sliding_attention", "hybrid_sliding", "chunked_attention"})
+"""Layer types of transformers that attend to all tokens, and to those in a window or chunk."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The kinds of attention layers of a model, and the form in which it accepts a custom mask."""
+
+    window: int | None
+    """Number of tokens that sliding layers attend to, including the query, or of a chunk; None without such layers."""
+    chunked: bool
+    """Windows are chunks of the text, whose tokens attend to each other (Llama 4)."""
+    mixed: bool
+    """The model has sliding and full layers, and takes one mask for each kind."""
+    chains: str
+    """Implementation of passes over chains after equally many tokens, without a mask where it needs none."""
+    masked: str
+    """Implementation of all other passes."""
+    own: str
+    """The model's own implementation."""
+    configs: tuple[dict[str, Any], ...]
+    """The attributes of the configs that name it."""
+    native: bool
+    """The model makes masks and positions itself; see `Passes`."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "Attention":
+        """Read the values from a model; ConfigError for an implementation that takes no mask and is no flash attention.
+
+        A model with flash attention keeps it for chains. Passes with a mask use sdpa instead, or eager for a model that
+        sdpa does not compute.
+        """
+        config = model.config.get_text_config(decoder=True)
+        own = str(config._attn_implementation)
+        if own not in ("eager", "sdpa") and not is_flash(own):
+            raise ConfigError(f"attn_implementation={own!r}; expected sdpa, eager or flash attention")
+        passes = passes_of(model)
+        grouped = GROUPED if passes == "grouped" else "sdpa"
+        native = passes not in ("grouped", "masked")
+        if native or own == "eager":
+            chains = masked = own
+        elif own == "sdpa":
+            chains = masked = "sdpa" if model.config.is_encoder_decoder else grouped
+        else:
+            capped = getattr(config, "attn_logit_softcapping", None)
+            chains, masked = own, grouped if model._supports_sdpa and not capped else "eager"
+        kinds = getattr(config, "layer_types", None)
+        window = getattr(config, "sliding_window", None)
+        if window is not None and type(window) is not int:  # transformers checks it only where the family has one
+            raise ConfigError.of("sliding_window", window, "a number of tokens in the model's config")
+        chunked = "chunked_attention" in (kinds or ())
+        if chunked:
+            window, chains = config.attention_chunk_size, masked  # flash attention would ignore chunks
+        slides = window is not None and (not SLIDING.isdisjoint(kinds) if kinds else _all_slide(config))
+        mixed = slides and kinds is not None and not FULL.isdisjoint(kinds)
+        configs = tuple(map(vars, configs_of(model, own))) if {chains, masked} != {own} else ()
+        return cls(window if slides else None, chunked, mixed, chains, masked, own, configs, native)
+
+    @cached_property
+    def is_flash(self) -> bool:
+        """Chains are read with flash attention, which applies the window of sliding layers itself."""
+        return is_flash(self.chains)
+
+    def running(self, *, chain: bool) -> AbstractContextManager[None]:
+        """Return a context in which the model's layers use the implementation for this kind of pass."""
+        name = self.chains if chain else self.masked
+        return NO_CONTEXT if name == self.own else Implementation(self.configs, name)
+
+    @cached_property
+    def slides_alone(self) -> bool:
+        """`chain` needs no mask over all slots where a window is exceeded."""
+        return self.native or (not self.chunked and (self.is_flash or self.chains == GROUPED))
+
+    def chain(self, start: int, width: int, device: torch.device, dtype: torch.dtype) -> Any:
+        """Return the `attention_mask` argument of a chain of `width` tokens after `start` ones in each row."""
+        if self.native:
+            return None
+        if start == 0 or width == 1 or self.is_flash:
+            full = None
+        elif self.chains == GROUPED:
+            full = chain_marker(width, device)
+        else:
+            full = self.plain(chain_mask(start, width, device), dtype)
+        if self.is_flash or self.window is None or start + width <= self.window:
+            return full
+        slots = min(start + width, self.window + width - 1)  # those before are seen by no query
+        near_QS = torch.ones(width, slots, dtype=torch.bool, device=device).tril_(slots - width)
+        sliding = near_QS.triu_(slots - width - self.window + 1)[None, None]
+        return _by_kind(full, sliding) if self.mixed else sliding
+
+    def prepared(self, visible_BQS: Tensor, positions_BQ: Tensor, positions_BS: Tensor, dtype: torch.dtype) -> Any:
+        """Return the `attention_mask` argument: [B, 1, Q, S], or one mask for each kind of layer.
+
+        `visible_BQS`, bool: the slots that each query attends to before the window is applied. Positions count the
+        tokens from the start of the text.
+        """
+        full = self.plain(visible_BQS, dtype)
+        if self.window is None:
+            return full
+        query_BQ1, key_B1S = positions_BQ[:, :, None], positions_BS[:, None]
+        if self.chunked:
+            near_BQS = query_BQ1 // self.window == key_B1S // self.window
+        else:
+            near_BQS = query_BQ1 - key_B1S < self.window
+        near = self.plain(visible_BQS & near_BQS, dtype)
+        return _by_kind(full, near) if self.mixed else near
+
+    def plain(self, mask_BQS: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the mask [B, 1, Q, S] in the model's form; valid for all layers while no window is exceeded."""
+        mask = mask_BQS[:, None]
+        if self.masked != "eager":
+            return mask
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+def is_flash(name: str) -> bool:
+    """Return whether an attention implementation is flash attention, from a package or from the Hub's kernels."""
+    return "flash" in name
+
+
+def _by_kind(full: Any, sliding: Any) -> dict[str, Any]:
+    """Return the masks by layer type; recurrent and convolution layers have none."""
+    masks = {"linear_attention": None, "conv": None}
+    return {**masks, **dict.fromkeys(FULL, full), **dict.fromkeys(SLIDING, sliding)}
+
+
+def _all_slide(config: PreTrainedConfig) -> bool:
+    """Return whether all layers slide in a config without `layer_types`: unless `use_sliding_window` is False."""
+    return getattr(config, "use_sliding_window", True)
+
+
+def chain_mask(start: int, count: int, device: torch.device) -> Tensor:
+    """Return the causal mask of `count` tokens after `start` visible ones: bool [1, count, start + count]."""
+    return torch.ones(count, start + count, dtype=torch.bool, device=device).tril_(start)[None]
+
+
+def chains_after(starts: Counts, width: int, end: int) -> Tensor:
+    """Return the mask [B, Q, S] of chains after different numbers of committed tokens, up to slot `end`: bool."""
+    start_B11 = starts.on_device_B[:, None, None]
+    query_Q1 = torch.arange(width, device=starts.device)[:, None]
+    return torch.arange(end, device=starts.device) <= start_B11 + query_Q1
+
+
+def trees(shapes: Sequence[Parents], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the masks [B, width, width] of roots and draft nodes, and their depths [B, width], from one upload.
+
+    Each node attends to its own path: bool. The depth of a root is 1, like that of padding.
+    """
+    masks = np.zeros((len(shapes), width, width), dtype=bool)
+    for mask, parents in zip(masks, shapes, strict=True):
+        mask[range(len(parents) + 1), range(len(parents) + 1)] = True
+        for node, parent in enumerate(parents):
+            mask[node + 1] |= mask[parent + 1]
+    masks_BQQ = upload(torch.from_numpy(masks), device)
+    return masks_BQQ, masks_BQQ.sum(-1).clamp_min(1)
+
+
+@lru_cache(maxsize=1024)
+def tree(parents: Parents, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the mask [1, N + 1, N + 1] and the depths of one tree, which many rounds may share."""
+    return trees([parents], len(parents) + 1, device)

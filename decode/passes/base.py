@@ -1,24 +1,21 @@
-"""The interface `Passes` of a way to run a model, and the types that all share: a reading, its output, positions.
+"""The types that all ways of running a model share: a reading, its output, positions.
 
-Each way has a class and a file of its own, and `passes_for` chooses one for a model.
+Each way has a class and a file of its own, `EagerPasses` or one derived from it, and `passes_for` chooses one.
 """
 
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache.rollback import RollbackCache
-from draftsmith.heads.base import DraftedChain, WantedChain
-from draftsmith.heads.hidden_states import ProcessorInputs, Watched, feature_modules
+from draftsmith.heads.hidden_states import Watched, feature_modules
 from draftsmith.heads.model_config import NO_CONTEXT
-from draftsmith.heads.rows import Counts, Rows
+from draftsmith.heads.rows import Counts
 
 HEAD = 0
 """Key of the lm_head's input among the tensors that hooks keep; layers are counted from 1."""
@@ -26,8 +23,9 @@ HEAD = 0
 INVARIANT_WIDTH, INVARIANT_SLOTS = 8, 64
 """Tokens of each pass with `Plan.invariant`, and the number of which the slots that it attends to are a multiple."""
 
-NEAR = 16
-"""Columns whose logits are computed where rows need different ones of them, in place of an upload."""
+MOST_AGAIN = 16
+"""Committed tokens that are read again where states cannot discard draft tokens: more widen the passes, fewer move the
+saved states on more often."""
 
 # Shapes: B rows, Q tokens fed to each, R draft slots, S slots of the cache, H hidden size, F size of the features of a
 # token, V vocabulary.
@@ -106,9 +104,7 @@ class Reading:
     """The draft slots that each token sees, R - Q earlier ones and its own Q; None: all up to itself."""
     features_BQF: Tensor | None = None
     lasts: Counts | None = None
-    """The column of each row whose logits are returned, among `columns`; None: all."""
-    root: bool = False
-    """The only token is the last one of its text, which `keep` commits."""
+    """The column of each row whose logits are returned; None: all."""
 
     @property
     def width(self) -> int:
@@ -118,32 +114,6 @@ class Reading:
     def lengths(self) -> Counts:
         """Number of committed tokens before these."""
         return self.starts + -self.drafted.slots if self.drafted.slots else self.starts
-
-    @cached_property
-    def columns(self) -> Sequence[int] | None:
-        """The columns whose logits are returned; None: all. Few that are near are a range, which needs no upload."""
-        if self.lasts is None:
-            return None
-        columns = sorted(set(self.lasts))
-        near = range(columns[0], columns[-1] + 1)
-        return near if len(near) in (len(columns), *range(NEAR)) else columns
-
-    def kept(self, device: torch.device) -> Tensor:
-        """Return the columns on the device."""
-        columns = self.columns
-        assert columns is not None
-        if isinstance(columns, range):
-            return torch.arange(columns.start, columns.stop, device=device)
-        return torch.tensor(columns, device=device)
-
-    @cached_property
-    def place(self) -> Counts:
-        """For each row, the place of its column among `columns`."""
-        assert self.lasts is not None
-        assert self.columns is not None
-        if isinstance(self.columns, range):
-            return self.lasts + -self.columns.start
-        return Counts(map(self.columns.index, self.lasts), self.lasts.device)
 
 
 class Output(NamedTuple):
@@ -159,69 +129,26 @@ class Output(NamedTuple):
         return Output._make(None if x is None else x[:rows, :width] for x in self)
 
     def of(self, reading: Reading) -> "Output":
-        """Return the output of one column of each row where a reading names them; the model may have selected some."""
+        """Return the output of one column of each row where a reading names them; the model may have selected it."""
         if reading.lasts is None:
             return self
         states = self.states_BQH
         return self._replace(
-            logits_BQV=_of_rows(self.logits_BQV, reading),
-            states_BQH=None if states is None else _of_rows(states, reading),
+            logits_BQV=at_last(self.logits_BQV, reading.lasts),
+            states_BQH=None if states is None else at_last(states, reading.lasts),
         )
 
 
-def _of_rows(values_BQX: Tensor, reading: Reading) -> Tensor:
-    """Return one column of each row, [B, 1, X]: of all columns, of those of the reading, or the one that is there."""
-    lasts, columns, place = reading.lasts, reading.columns, reading.place
-    assert lasts is not None
-    assert columns is not None
+def at_last(values_BQX: Tensor, lasts: Counts) -> Tensor:
+    """Return a copy of one column of each row, [B, 1, X], or the one that is there.
+
+    A view would do for equal columns, but bf16 products on a CPU read one 60 times slower than a copy (torch 2.13).
+    """
     if values_BQX.shape[1] == 1:
         return values_BQX
-    index = place if values_BQX.shape[1] == len(columns) else lasts
-    if index.equal:
-        return values_BQX[:, index[0] : index[0] + 1]
-    return values_BQX[torch.arange(len(index), device=index.device), index.on_device_B][:, None]
-
-
-class Passes(Protocol):
-    """Forward passes of one model over the texts of a batch, and what they keep of the tokens."""
-
-    cache: RollbackCache
-    rewinds: bool
-    """Committed tokens can be discarded, too."""
-
-    def padded(self, count: int) -> int:
-        """Return the width of a pass over this number of tokens."""
-        ...
-
-    def prompt(self, row: int, ids: list[int], given: ProcessorInputs | None) -> Output:
-        """Read the whole prompt of one row with a processor's tensors; the output is that of its last token."""
-        ...
-
-    def read(self, reading: Reading) -> Output:
-        """Read tokens of every row."""
-        ...
-
-    def chain(
-        self, starts: Counts, logits_BV: Tensor, wanted: WantedChain, features_BF: Tensor | None
-    ) -> DraftedChain | None:
-        """Draft a chain in one pass; None where one pass for each token is as fast."""
-        ...
-
-    def block_columns(self, size: int) -> int | None:
-        """Return the columns before a block of `size` tokens, of which every pass has as many; None: any number."""
-        ...
-
-    def keep(self, slots: Rows) -> None:
-        """Commit these draft slots of each row, in order, and discard all other draft tokens."""
-        ...
-
-    def drop(self, rows: list[int]) -> None:
-        """Keep only these rows, in this order."""
-        ...
-
-    def close(self) -> None:
-        """Free what is kept."""
-        ...
+    if lasts.equal:
+        return values_BQX[:, lasts[0] : lasts[0] + 1].clone(memory_format=torch.contiguous_format)
+    return values_BQX[torch.arange(len(lasts), device=lasts.device), lasts.on_device_B][:, None]
 
 
 class Positions:

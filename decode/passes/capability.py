@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache.recurrent import is_recurrent, reads_one_by_one
 from draftsmith.decode.cache.rollback import cache_name, refuse_other_layers
-from draftsmith.decode.passes.attention import WITH_ROLLBACK, Passes, passes_of, run_with
+from draftsmith.decode.passes.attention import WITH_ROLLBACK, Attention, Passes, passes_of, run_with
 from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.checks import HALF_TOLERANCE, TOLERANCE, check_rollback
 from draftsmith.decode.passes.encoder_decoder import biased_layers
-from draftsmith.decode.passes.masks import Attention
+from draftsmith.decode.passes.recurrent import is_recurrent
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.draft_tree import Draft
@@ -46,13 +45,11 @@ class Capability:
     """Reason why it verifies chains only; empty if it verifies trees."""
     no_ragged: str = ""
     """Reason why texts of different lengths are decoded one after another; empty if they share a pass."""
-    one_by_one: str = ""
-    """Reason why passes read drafts in several steps; empty if they read them at once."""
 
     @property
     def not_compiled(self) -> str:
         """Reason why its passes are not compiled; empty if they are."""
-        return self.no_ragged or self.one_by_one or ("" if self.no_trees == RECURRENT else self.no_trees)
+        return self.no_ragged or self.no_trees
 
     def refusal(self, draft: str) -> str:
         """Return the error for a draft with branches."""
@@ -146,8 +143,7 @@ def _measured(model: PreTrainedModel) -> Capability:
     if is_recurrent(model):
         tolerance = TOLERANCE.get(next(model.parameters()).dtype, HALF_TOLERANCE)
         check_rollback(model, tolerance, 1)
-        singly = "its recurrent layers continue with single tokens only" if reads_one_by_one(model) else ""
-        found = Capability(kind, no_trees=_structural(model), one_by_one=singly)
+        found = Capability(kind, no_trees=_structural(model))
         try:
             check_rollback(model, tolerance, 2)
         except ConfigError as error:

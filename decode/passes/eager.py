@@ -4,6 +4,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -12,15 +13,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.rollback import RollbackCache, cache_name
-from draftsmith.decode.passes.base import INVARIANT_SLOTS, INVARIANT_WIDTH, Output, Plan, Positions, Reading, Seen
-from draftsmith.decode.passes.masks import Attention, chains_after
+from draftsmith.decode.passes.attention import Attention, chains_after, passes_of
+from draftsmith.decode.passes.base import (
+    INVARIANT_SLOTS,
+    INVARIANT_WIDTH,
+    MOST_AGAIN,
+    Output,
+    Plan,
+    Positions,
+    Reading,
+    Seen,
+    at_last,
+)
 from draftsmith.errors import ConfigError
-from draftsmith.heads.base import DraftedChain, WantedChain
 from draftsmith.heads.hidden_states import ProcessorInputs, prompt_positions
 from draftsmith.heads.model_config import NO_CONTEXT, QueryScales, context_limit, is_compiled, rotary_switch, uncompiled
 from draftsmith.heads.rows import Counts, Rows, rows_of
 
-# Shapes: B rows, Q tokens fed to each, S slots of the cache, V vocabulary.
+# Shapes: B rows, Q tokens fed to each, S slots of the cache or tokens of the text so far, V vocabulary.
 
 
 class EagerPasses:
@@ -31,6 +41,7 @@ class EagerPasses:
     """
 
     rewinds = True
+    """Committed tokens can be discarded, too."""
 
     def __init__(self, model: PreTrainedModel, plan: Plan, cache: RollbackCache, seen: Seen | None = None) -> None:
         self.model, self.cache = model, cache
@@ -40,9 +51,9 @@ class EagerPasses:
         self._attention, self._scales = Attention.of(model), QueryScales(model)
         self._is_plain = not self._scales and not is_compiled(model)
         accepted = inspect.signature(model.forward).parameters
-        self._cache_name, self._takes_keep = cache_name(accepted), "logits_to_keep" in accepted
+        self._cache_name, self._takes_lasts = cache_name(accepted), "lasts" in accepted
         is_network = not isinstance(model, PreTrainedModel)
-        self._head = None if is_network or not self._takes_keep else model.get_output_embeddings()
+        self._head = None if is_network else model.get_output_embeddings()
         positions = "decoder_position_ids" if model.config.is_encoder_decoder else "position_ids"
         self._positions_name = positions if positions in accepted else None
         self.positions = Positions(self._device, _last_position(model, plan))
@@ -61,10 +72,14 @@ class EagerPasses:
         return self._positions_name is not None
 
     def padded(self, count: int) -> int:
+        """Return the width of a pass over this number of tokens."""
         return count if max(self.cache.lengths) == 0 else self._widths.get(count, count)
 
     def prompt(self, row: int, ids: list[int], given: ProcessorInputs | None) -> Output:
-        """Read a prompt with the masks that the model makes: inside an image they may be bidirectional (Gemma 3)."""
+        """Read the whole prompt of one row with a processor's tensors; the output is that of its last token.
+
+        The model makes the masks: inside an image they may be bidirectional (Gemma 3).
+        """
         ids_1T = torch.tensor([ids], device=self._device)
         positions, shift = (None, 0) if not given else prompt_positions(self.model, ids_1T, given)
         if shift and self.shift_B1 is None:
@@ -75,16 +90,15 @@ class EagerPasses:
         if self._positions_name is not None:
             plain_1T = torch.arange(len(ids), device=self._device)[None]
             arguments[self._positions_name] = plain_1T if positions is None else positions
-        if self._takes_keep:
-            last = Counts([len(ids) - 1], self._device)
-            arguments["logits_to_keep"] = self._kept(Reading(ids_1T, self.cache.lengths, lasts=last))
+        last = Counts([len(ids) - 1], self._device)
         self.cache.aim_at(row, len(ids))
-        with self._watching(arguments.get(self._positions_name or "")):
+        with self._watching(arguments.get(self._positions_name or "")), self._one_logit(last, len(ids)):
             output = self.model(**arguments, use_cache=True)
         states, features = self._seen.take()
         return Output(output.logits[:, -1:], None if states is None else states[:, -1:], features)
 
     def read(self, reading: Reading) -> Output:
+        """Read tokens of every row."""
         self.cache.aim(reading.starts, reading.width)
         positions_BQ = self.positions.of(reading)
         visible_BQS = self.visible(reading)
@@ -94,26 +108,28 @@ class EagerPasses:
         inputs: dict[str, Any] = {"use_cache": True, **self._inputs(reading, mask)}
         if self._positions_name is not None:
             inputs[self._positions_name] = positions_BQ
-        if self._takes_keep and reading.lasts is not None:
-            inputs["logits_to_keep"] = self._kept(reading)
         if reading.features_BQF is not None:
             inputs["features"] = reading.features_BQF
+            if self._takes_lasts and reading.lasts is not None:
+                inputs["lasts"] = reading.lasts
         is_chain = visible_BQS is None
-        with self._attention.running(chain=is_chain), self._watching(positions_BQ), self._one_logit(reading):
+        with (
+            self._attention.running(chain=is_chain),
+            self._watching(positions_BQ),
+            self._one_logit(reading.lasts, reading.width),
+        ):
             return self._run(inputs, reading)
 
-    def chain(
-        self, starts: Counts, logits_BV: Tensor, wanted: WantedChain, features_BF: Tensor | None
-    ) -> DraftedChain | None:
-        return None
-
     def block_columns(self, size: int) -> int | None:
+        """Return the columns before a block of `size` tokens, of which every pass has as many; None: any number."""
         return None
 
     def keep(self, slots: Rows) -> None:
+        """Commit these draft slots of each row, in order, and discard all other draft tokens."""
         self.cache.keep(slots)
 
     def drop(self, rows: list[int]) -> None:
+        """Keep only these rows, in this order."""
         self.cache.drop(rows)
         if self.shift_B1 is not None:
             self.shift_B1 = rows_of(self.shift_B1, rows)
@@ -180,24 +196,11 @@ class EagerPasses:
         logits = output.logits if output.logits.shape[1] <= width else output.logits[:, -width:]
         return Output(logits, states, features).of(reading)
 
-    def _kept(self, reading: Reading) -> int | Tensor:
-        """Return `logits_to_keep` for the columns of a reading.
-
-        A number makes transformers take a view of the states, which bf16 products on a CPU read 60 times slower than a
-        copy (torch 2.13): 6.7 s instead of 0.1 s for 262,144 tokens.
-        """
-        is_slow = self._device.type == "cpu" and self._dtype == torch.bfloat16
-        is_last = reading.lasts is not None and min(reading.lasts) == reading.width - 1
-        return 1 if is_last and not is_slow else reading.kept(self._device)
-
-    def _one_logit(self, reading: Reading) -> AbstractContextManager[object]:
-        """Let the lm_head read one of several columns of each row, in place of all columns that rows end at.
-
-        The logits of a batch of prompts, which all end at different columns, would take B times as much memory.
-        """
-        if self._head is None or reading.lasts is None or reading.lasts.equal:
+    def _one_logit(self, lasts: Counts | None, width: int) -> AbstractContextManager[object]:
+        """Let the lm_head read one of `width` columns of each row: logits of whole prompts would take much memory."""
+        if self._head is None or lasts is None or width == 1:
             return NO_CONTEXT
-        return self._head.register_forward_pre_hook(partial(_only_column, reading))
+        return self._head.register_forward_pre_hook(partial(_only_last, lasts, width))
 
     def _watching(self, positions_BQ: Tensor | None) -> AbstractContextManager[None]:
         """Return a context of a pass at these positions, in which hidden states are kept."""
@@ -209,14 +212,11 @@ class EagerPasses:
             yield
 
 
-def _only_column(reading: Reading, _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Replace an lm_head's input [B, n, H] by one of its columns for each row, [B, 1, H]; a forward pre-hook."""
-    place, columns = reading.place, reading.columns
-    assert columns is not None
-    if not arguments or arguments[0].shape[:-1] != (len(place), len(columns)):
+def _only_last(lasts: Counts, width: int, _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Replace an lm_head's input [B, Q, H] by one of its columns for each row, [B, 1, H]; a forward pre-hook."""
+    if not arguments or arguments[0].shape[:-1] != (len(lasts), width):
         return None
-    states_BnH = arguments[0]
-    return states_BnH[torch.arange(len(place), device=place.device), place.on_device_B][:, None], *arguments[1:]
+    return at_last(arguments[0], lasts), *arguments[1:]
 
 
 def _last_position(model: PreTrainedModel, plan: Plan) -> int:
@@ -226,3 +226,50 @@ def _last_position(model: PreTrainedModel, plan: Plan) -> int:
     is_short = switch is not None and plan.longest is not None and plan.longest <= switch + 1
     end = switch if is_short else context_limit(model.config)
     return (end or sys.maxsize) - 1
+
+
+class RereadingPasses(EagerPasses):
+    """Passes of a model whose cache cannot discard draft tokens: it reads committed tokens again, with the next draft.
+
+        own cache of the model | committed since, read again | draft ......... |
+
+    Each pass continues a copy of the model's own cache, which is moved on after `MOST_AGAIN` tokens. A model without a
+    cache, or one that continues its cache by one token at a time only, reads the whole text in each pass instead.
+    """
+
+    rewinds = False
+
+    def __init__(self, model: PreTrainedModel, plan: Plan, cache: RollbackCache) -> None:
+        super().__init__(model, plan, cache)
+        assert len(cache.lengths) == 1, "`Capability` has such texts decoded one after another"
+        self._widths = {}  # padding would be read again, too
+        self._takes_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._copies = passes_of(model) == "copied"
+        self._own_cache: Any = None
+        self._cached = 0
+        self._ids_1S = torch.empty(1, 0, dtype=torch.long, device=self._device)
+
+    def _run(self, inputs: dict[str, Any], reading: Reading) -> Output:
+        """Return the model's output for new tokens after the first ones; its last columns are theirs."""
+        if self._takes_keep:  # of the text that is read again
+            inputs["logits_to_keep"] = reading.width
+        self._ids_1S = torch.cat([self._ids_1S[:, : reading.starts[0]], reading.ids_BQ], 1)
+        length = self.cache.lengths[0]
+        if self._copies and length - self._cached >= MOST_AGAIN:
+            self._continue(inputs, length, moves=True)
+        output = self._continue(inputs, self._ids_1S.shape[1], moves=reading.counts is not None)
+        return self._output(output, reading, last=reading.width)
+
+    def _continue(self, inputs: dict[str, Any], end: int, *, moves: bool) -> Any:
+        """Read the tokens between the cache and `end`; with `moves` they are in the cache from now on."""
+        name = self._cache_name
+        own = {key: value for key, value in inputs.items() if key != name}
+        own |= {"input_ids": self._ids_1S[:, self._cached : end], "use_cache": self._copies}
+        if self._copies:
+            own[name] = self._own_cache if moves else deepcopy(self._own_cache)
+        if "position_ids" in inputs:
+            own["position_ids"] = torch.arange(self._cached, end, device=self._device)[None]
+        output = self.model(**own)
+        if moves and self._copies:
+            self._own_cache, self._cached = output[name], end
+        return output

@@ -17,9 +17,9 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from draftsmith.decode.cache.rollback import RollbackCache
+from draftsmith.decode.passes.attention import Attention
 from draftsmith.decode.passes.base import Output, Plan, Reading
 from draftsmith.decode.passes.eager import EagerPasses
-from draftsmith.decode.passes.masks import Attention
 from draftsmith.errors import ConfigError
 from draftsmith.heads.model_config import NO_CONTEXT
 from draftsmith.heads.rows import rows_of

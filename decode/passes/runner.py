@@ -6,17 +6,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache.recurrent import is_recurrent
 from draftsmith.decode.cache.rollback import RollbackCache
-from draftsmith.decode.passes.attention import WITH_ROLLBACK, passes_of
-from draftsmith.decode.passes.base import Drafted, Output, Passes, Plan, Reading
-from draftsmith.decode.passes.compiled import CompiledPasses, CompiledRecurrentPasses
-from draftsmith.decode.passes.eager import EagerPasses
+from draftsmith.decode.passes.attention import WITH_ROLLBACK, passes_of, tree, trees
+from draftsmith.decode.passes.base import Drafted, Output, Plan, Reading
+from draftsmith.decode.passes.eager import EagerPasses, RereadingPasses
 from draftsmith.decode.passes.encoder_decoder import EncoderDecoderPasses
-from draftsmith.decode.passes.masks import tree, trees
-from draftsmith.decode.passes.recurrent import RecurrentPasses
-from draftsmith.decode.passes.reread import RereadingPasses
-from draftsmith.heads.base import DraftedChain, Level, WantedChain
+from draftsmith.decode.passes.graphs import CompiledPasses
+from draftsmith.decode.passes.recurrent import RecurrentPasses, is_recurrent
+from draftsmith.heads.base import Level
 from draftsmith.heads.draft_tree import Parents, chain_parents
 from draftsmith.heads.hidden_states import ProcessorInputs
 from draftsmith.heads.rows import Counts, Rows
@@ -24,10 +21,10 @@ from draftsmith.heads.rows import Counts, Rows
 # Shapes: B rows, Q tokens fed to each, R draft slots, H hidden size, V vocabulary.
 
 
-def passes_for(model: PreTrainedModel, rows: int, plan: Plan) -> Passes:
+def passes_for(model: PreTrainedModel, rows: int, plan: Plan) -> EagerPasses:
     """Return the passes of this kind of model over `rows` texts."""
     if plan.compile:
-        return (CompiledRecurrentPasses if is_recurrent(model) else CompiledPasses)(model, rows, plan)
+        return CompiledPasses(model, rows, plan)
     cache = RollbackCache(model.config, rows, next(model.parameters()).device, plan.longest)
     if passes_of(model) not in WITH_ROLLBACK:  # some leave the cache to count tokens only
         return RereadingPasses(model, plan, cache)
@@ -100,17 +97,6 @@ class ModelRunner:
         self._visible = visible
         return logits_BnV
 
-    def chain(self, logits_BV: Tensor, wanted: WantedChain, features_BF: Tensor | None = None) -> DraftedChain | None:
-        """Draft a whole chain in one pass after the tokens that were read; None where `extend` is as fast.
-
-        No draft token is read after the chain until `commit`.
-
-        Args:
-            logits_BV: for the first token.
-            features_BF: input of the pass over it; later passes read the `states` of the model's output.
-        """
-        return self.passes.chain(self.lengths, logits_BV, wanted, features_BF)
-
     def line(self, tokens_BQ: Tensor, features_BQF: Tensor | None = None) -> Tensor:
         """Read a line of tokens of every row as draft tokens and return the logits [B, Q, V] after them."""
         return self._branch(tokens_BQ, None, None, features_BQF)
@@ -160,7 +146,7 @@ class ModelRunner:
         """
         Q = tokens_BQ.shape[1]
         if all(shape == chain_parents(len(shape)) for shape in shapes):
-            return self._branch(tokens_BQ, None, None, None, root=Q == 1)
+            return self._branch(tokens_BQ, None, None, None)
         assert self.passes.rewinds, "`Capability` refuses branches of recurrent models"
         is_one = len(shapes) == 1
         visible, depths = tree(shapes[0], self._device) if is_one else trees(shapes, Q, self._device)
@@ -172,8 +158,6 @@ class ModelRunner:
         depths: Tensor | None,
         visible_BQR: Tensor | None,
         features_BQF: Tensor | None,
-        *,
-        root: bool = False,
     ) -> Tensor:
         """Read draft tokens and return the logits [B, Q, V] after them; the arguments are those of `Reading`."""
         Q, drafted = tokens_BQ.shape[1], self._drafted
@@ -193,7 +177,6 @@ class ModelRunner:
             depths=depths,
             visible_BQR=visible_BQR,
             features_BQF=features_BQF,
-            root=root,
         )
         output = self._keep(self.passes.read(reading))
         self._drafted = drafted.read(reading, Q)

@@ -7,29 +7,16 @@ from collections.abc import Callable
 
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.policies.adaptive import AdaptiveChain, OptimalTree
-from draftsmith.decode.policies.base import Growing, Policy, exploring
-from draftsmith.decode.policies.best_first import BestFirst
-from draftsmith.decode.policies.chain import Chain, ConfidenceChain
-from draftsmith.decode.policies.static_tree import SampledTree, StaticTree, widths_shape
-from draftsmith.errors import ConfigError
+from draftsmith.decode.policies.base import Chain, ConfidenceChain, Growing, Policy, exploring
+from draftsmith.decode.policies.trees import BestFirst, SampledTree
 from draftsmith.heads.base import Drafter
 from draftsmith.names import POLICIES
 from draftsmith.reading import parse_specification, specified_name
-
-
-def _tree(*, widths: str = "3x2x1") -> StaticTree:
-    try:
-        counts = [int(width) for width in widths.split("x")]
-    except ValueError as error:
-        raise ConfigError.of("widths", widths, "numbers of children per level, as in 3x2x1") from error
-    return StaticTree(widths_shape(counts))
-
 
 CONSTRUCTORS: dict[str, Callable[..., Policy]] = {
     "chain": Chain,
     "confidence": ConfidenceChain,
     "adaptive": AdaptiveChain,
-    "tree": _tree,
     "sampled-tree": SampledTree,
     "best-first": BestFirst,
     "optimal-tree": OptimalTree,
@@ -37,8 +24,6 @@ CONSTRUCTORS: dict[str, Callable[..., Policy]] = {
 """The constructor of each policy by name; `names.POLICIES` has the types of its settings."""
 PLANNED = ("adaptive", "optimal-tree")
 """Policies that plan with measured costs."""
-MAY_BRANCH = (SampledTree, BestFirst, OptimalTree)
-"""Policies whose drafts have branches or not, depending on q and on earlier rounds."""
 
 
 def check_policy(text: str) -> Policy:
@@ -76,11 +61,9 @@ __all__ = [
     "OptimalTree",
     "Policy",
     "SampledTree",
-    "StaticTree",
     "check_policy",
     "default_policy",
     "exploring",
     "plans",
     "policy_named",
-    "widths_shape",
 ]

@@ -8,13 +8,13 @@ of the plan is lambda (Dinkelbach 1967). Both policies keep a running estimate o
 from bisect import bisect_right
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, Self
 
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.draft_builder import Children, DraftBuilder, DrawChildren, Look, Read
-from draftsmith.decode.policies.base import Growing, MostNodes, require_counts
-from draftsmith.decode.policies.best_first import Candidates
+from draftsmith.decode.policies.base import Growing, MostNodes, Policy, require_counts
+from draftsmith.decode.policies.trees import Candidates
 from draftsmith.decode.verification_rules import VerifyResult
 from draftsmith.heads.draft_tree import ROOT, Draft
 
@@ -150,28 +150,35 @@ class Experience:
 
 
 @dataclass
-class AdaptiveChain:
+class Planned(Policy):
+    """A policy that plans with measured costs and with what it has learned."""
+
+    learns: ClassVar[bool] = True
+    costs: Costs
+    explores: bool = field(default=False, kw_only=True)
+    """Draft deeper than is fastest, to learn; see `SpeculativeDecoder.calibrate`."""
+    experience: dict[bool, Experience] = field(default_factory=dict, repr=False, kw_only=True)
+    """By whether decoding is greedy. Each text starts with a copy, see `fresh`."""
+
+    def __post_init__(self) -> None:
+        require_counts(self, *(one.name for one in fields(self) if one.type in (int, "int")))
+        for greedy in (False, True):
+            self.experience.setdefault(greedy, Experience(self.costs, greedy=greedy))
+
+    def fresh(self) -> Self:
+        return replace(self, experience=deepcopy(self.experience))
+
+
+@dataclass
+class AdaptiveChain(Planned):
     """A chain that continues while the next token increases the expected tokens per second.
 
     Before the drafter's step, acceptance is estimated from earlier rounds; after the step, whose cost is then spent,
     from the maximum of q. Both decisions are made before the token is drawn.
     """
 
-    learns: ClassVar[bool] = True
-    costs: Costs
+    branches: ClassVar[bool] = False
     draft_length: int = 16
-    explores: bool = False
-    """Draft deeper than is fastest, to learn; see `SpeculativeDecoder.calibrate`."""
-    experience: dict[bool, Experience] = field(default_factory=dict, repr=False)
-    """By whether decoding is greedy. Each text starts with a copy, see `fresh`."""
-
-    def __post_init__(self) -> None:
-        require_counts(self, "draft_length")
-        for greedy in (False, True):
-            self.experience.setdefault(greedy, Experience(self.costs, greedy=greedy))
-
-    def fresh(self) -> Self:
-        return replace(self, experience=deepcopy(self.experience))
 
     def grow(self, builder: DraftBuilder) -> Growing:
         experience = self.experience[builder.greedy]
@@ -199,8 +206,7 @@ class AdaptiveChain:
             node = child
         return builder.draft()
 
-    def observe(self, builder: DraftBuilder | None, draft: Draft, result: VerifyResult) -> None:
-        assert builder is not None, "its drafts have no fixed shape"
+    def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
         experience = self.experience[builder.greedy]
         for confidence, overlap in zip(builder.confidence, result.overlap, strict=False):
             experience.first.observe(confidence, overlap)
@@ -215,7 +221,7 @@ class AdaptiveChain:
 
 
 @dataclass
-class OptimalTree:
+class OptimalTree(Planned):
     """A tree whose size and depth follow from costs and acceptance: every node increases expected tokens per second.
 
     Nodes are weighted by the calibrated probability that the accepted path reaches them. Another level is drafted while
@@ -224,28 +230,14 @@ class OptimalTree:
     verification; this decision depends on earlier nodes only, so rules that compare p with q apply.
     """
 
-    learns: ClassVar[bool] = True
-    costs: Costs
     size: int = 48
     depth: int = 16
     top_k: int = 4
-    explores: bool = False
-    """Draft deeper than is fastest, to learn; see `SpeculativeDecoder.calibrate`."""
-    experience: dict[bool, Experience] = field(default_factory=dict, repr=False)
-    """By whether decoding is greedy. Each text starts with a copy, see `fresh`."""
-
-    def __post_init__(self) -> None:
-        require_counts(self, "size", "depth", "top_k")
-        for greedy in (False, True):
-            self.experience.setdefault(greedy, Experience(self.costs, greedy=greedy))
 
     @property
     def most_nodes(self) -> MostNodes:
         """Nodes for compiled passes: where it explores, each level may have one more than is worth it."""
         return MostNodes(self.size + self.depth, (self.size + 1) * self.depth)
-
-    def fresh(self) -> Self:
-        return replace(self, experience=deepcopy(self.experience))
 
     def grow(self, builder: DraftBuilder) -> Growing:
         return (yield from self._chosen(builder) if builder.greedy else self._drawn(builder))
@@ -332,8 +324,7 @@ class OptimalTree:
         """Return the seconds that one more node adds to a verification, averaged over four nodes to smooth steps."""
         return (self.costs.verify_seconds(nodes + 5) - self.costs.verify_seconds(nodes + 1)) / 4
 
-    def observe(self, builder: DraftBuilder | None, draft: Draft, result: VerifyResult) -> None:
-        assert builder is not None, "its drafts have no fixed shape"
+    def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
         experience = self.experience[builder.greedy]
         accepted, reached = set(result.path), {ROOT, *result.path}
         for node, parent in enumerate(draft.parents):

@@ -1,14 +1,13 @@
-"""The interface of a policy, which decides on the length or the tree of a draft."""
+"""The interface of a policy, which decides on the length or the tree of a draft, and chains."""
 
 from collections.abc import Generator
-from dataclasses import is_dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any, ClassVar, NamedTuple, Self
 
-from draftsmith.decode.draft_builder import DraftBuilder, DrawChildren, Read
-from draftsmith.decode.fixed_drafts import Shape
+from draftsmith.decode.draft_builder import DraftBuilder, DrawChildren, Look, Read
 from draftsmith.decode.verification_rules import VerifyResult
 from draftsmith.errors import ConfigError
-from draftsmith.heads.draft_tree import Draft
+from draftsmith.heads.draft_tree import ROOT, Draft
 
 Growing = Generator[Read | DrawChildren, Any, Draft]
 """Yields what it needs next (a `Read` of `[ROOT]` first), is sent the `Look` or the `Children`, and returns the draft.
@@ -21,50 +20,6 @@ MOST = 1024
 """Maximum of every setting that counts draft tokens: each token needs a row of logits over the vocabulary."""
 
 
-class Policy(Protocol):
-    """Decides how the draft of a round is built, from earlier rounds and from q before a token is drawn from it."""
-
-    learns: ClassVar[bool]
-    """Whether it adapts to accepted tokens; then it is a dataclass with a field `explores`, see `exploring`."""
-
-    def fresh(self) -> Self:
-        """Return a policy for one new text, with the same settings and a copy of what this policy has learned.
-
-        A text therefore depends on its seed only, not on texts that were decoded before it or in the same batch.
-        """
-        ...
-
-    def grow(self, builder: DraftBuilder) -> Growing:
-        """Build the draft of one text, at most `builder.room` >= 1 levels deep."""
-        ...
-
-    def observe(self, builder: DraftBuilder | None, draft: Draft, result: VerifyResult) -> None:
-        """Learn from the verification of a draft that `grow` built in `builder`; None for a draft of a fixed shape.
-
-        Called for policies that learn.
-        """
-        ...
-
-    def __str__(self) -> str:
-        """Return the name and settings in the form that `policy_named` reads."""
-        ...
-
-
-@runtime_checkable
-class FixedPolicy(Policy, Protocol):
-    """A policy whose drafts have the same shape whatever q is, so they are built without reading a value."""
-
-    def fixed(self, *, greedy: bool) -> Shape:
-        """Return the shape of this text's drafts."""
-        ...
-
-
-def usual_width(policy: Policy | None, *, greedy: bool) -> int:
-    """Return the number of tokens of most verifications; 0 where it changes from round to round."""
-    own = None if policy is None else policy.fresh()
-    return own.fixed(greedy=greedy).nodes + 1 if isinstance(own, FixedPolicy) else 0
-
-
 class MostNodes(NamedTuple):
     """The most nodes of a draft with branches, for which compiled passes have slots; chains end where the text does."""
 
@@ -74,13 +29,37 @@ class MostNodes(NamedTuple):
     """By a draft model; some are not verified."""
 
 
-def most_nodes(policy: Policy | None, *, greedy: bool) -> MostNodes:
-    """Return the most nodes of a draft. A policy whose trees depend on q has them in its property `most_nodes`."""
-    own = None if policy is None else policy.fresh()
-    if isinstance(own, FixedPolicy):
-        shape = own.fixed(greedy=greedy)
-        return MostNodes(0, 0) if shape.is_chain else MostNodes(shape.nodes, shape.nodes)
-    return getattr(own, "most_nodes", MostNodes(0, 0))
+class Policy:
+    """Decides how the draft of a round is built, from earlier rounds and from q before a token is drawn from it.
+
+    Its text is the name and the settings in the form that `policy_named` reads.
+    """
+
+    learns: ClassVar[bool] = False
+    """Whether it adapts to accepted tokens; then it is a dataclass with a field `explores`, see `exploring`."""
+    branches: ClassVar[bool] = True
+    """Whether its drafts may have branches."""
+    chooses: ClassVar[bool] = False
+    """Whether sampled drafts hold tokens that were chosen, not drawn from q."""
+
+    @property
+    def most_nodes(self) -> MostNodes:
+        """The most nodes of a draft with branches."""
+        return MostNodes(0, 0)
+
+    def fresh(self) -> Self:
+        """Return a policy for one new text, with the same settings and a copy of what this policy has learned.
+
+        A text therefore depends on its seed only, not on texts that were decoded before it or in the same batch.
+        """
+        return self
+
+    def grow(self, builder: DraftBuilder) -> Growing:
+        """Build the draft of one text, at most `builder.room` >= 1 levels deep."""
+        raise NotImplementedError
+
+    def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
+        """Learn from the verification of a draft that `grow` built in `builder`. Called for policies that learn."""
 
 
 def require_counts(policy: object, *keys: str) -> None:
@@ -95,3 +74,58 @@ def exploring(policy: Policy, explores: bool) -> Policy:
     """Return a copy of a policy that learns; with `explores` it drafts deeper than is fastest, to learn more."""
     assert is_dataclass(policy), "a policy that learns is a dataclass with a field `explores`"
     return replace(policy, explores=explores)
+
+
+@dataclass(frozen=True)
+class Chain(Policy):
+    """A chain of `draft_length` (gamma) tokens."""
+
+    branches: ClassVar[bool] = False
+    draft_length: int = 4
+
+    def __post_init__(self) -> None:
+        require_counts(self, "draft_length")
+
+    def grow(self, builder: DraftBuilder) -> Growing:
+        node: int | None = ROOT
+        while builder.depth(node) < min(self.draft_length, builder.room):
+            node = yield from builder.follow((yield Read([node], top=int(builder.greedy))))
+            if node is None:
+                break
+        return builder.draft()
+
+    def __str__(self) -> str:
+        return f"chain:draft_length={self.draft_length}"
+
+
+@dataclass(frozen=True)
+class ConfidenceChain(Policy):
+    """A chain that ends before a position where the most likely token has less than `threshold` probability under q.
+
+    The confidence of a drafter with a confidence head is used instead of this probability. The decision is made before
+    the token is drawn, so rules that compare p with q remain exact (non-anticipation). The first token is always
+    drafted.
+    """
+
+    branches: ClassVar[bool] = False
+    threshold: float = 0.4
+    draft_length: int = 16
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.threshold <= 1:
+            raise ConfigError.of("threshold", self.threshold, "a probability")
+        require_counts(self, "draft_length")
+
+    def grow(self, builder: DraftBuilder) -> Growing:
+        node: int | None = ROOT
+        while builder.depth(node) < min(self.draft_length, builder.room):
+            look: Look = yield Read([node])
+            if node != ROOT and builder.estimates.get(node, look.values[0][0]) < self.threshold:
+                break
+            node = yield from builder.follow(look)
+            if node is None:
+                break
+        return builder.draft()
+
+    def __str__(self) -> str:
+        return f"confidence:threshold={self.threshold:g},draft_length={self.draft_length}"

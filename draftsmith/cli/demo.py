@@ -31,7 +31,6 @@ POLICIES = (
     "chain:draft_length=4",
     "adaptive",
     "best-first:size=8,depth=4",
-    "tree:widths=2x1x1",
     "optimal-tree",
 )
 """Policies to choose from; others may be typed."""

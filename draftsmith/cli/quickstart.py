@@ -34,7 +34,7 @@ TITLE = "Quickstart: two drafters for the embedded target"
 RECIPES = {"draft_model": "quickstart/draft_model", "mtp": "quickstart/mtp"}
 ESTIMATE = "4 to 14 minutes on two CPU cores, a second call about 2"
 PROMPTS, NEW_TOKENS, REPEATS = 10, 64, 2
-FORECAST_PROMPTS, LONGEST_DRAFT, TREE = 4, 6, "tree:widths=2x1x1"
+FORECAST_PROMPTS, LONGEST_DRAFT, TREE = 4, 6, "best-first:size=4,depth=3"
 
 
 def quickstart(out: Path) -> None:

@@ -3,7 +3,6 @@
     policy                      T = 0    T > 0
     chain, any rule for chains  exact    exact
     confidence                  exact    exact (rejected tails of drafts are assumed to be as long as on the text)
-    tree                        exact    exact
     best-first                  exact    exact, by replay
     sampled-tree                replay   refused
     drafters that retrieve      exact    exact
@@ -44,7 +43,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.loop import DecodeLoop
-from draftsmith.decode.policies import BestFirst, Chain, ConfidenceChain, Policy, SampledTree, StaticTree
+from draftsmith.decode.policies import BestFirst, Chain, ConfidenceChain, Policy, SampledTree
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence, Round, Stops
 from draftsmith.decode.target import TransformersTarget
@@ -80,9 +79,7 @@ CHAIN_RULES: dict[str, Callable[[Floats, Floats], Floats]] = {
     "token": token_rule,
     "block": block_rule,
     "point-mass": point_mass,
-    # On a chain, which has no siblings, these are the rules above.
-    "siblings-without-replacement": token_rule,
-    "traversal": block_rule,
+    "traversal": block_rule,  # as on any chain
 }
 
 
@@ -91,7 +88,7 @@ def matched(agree_AK: NDArray[np.bool_]) -> Floats:
     return np.cumprod(agree_AK, 1).astype(np.float64)
 
 
-def walk(survival_AK: Floats, lengths_A: NDArray[np.int64], offered_AK: Floats) -> tuple[Floats, Floats, Floats]:
+def walk(survival_AK: Floats, lengths_A: NDArray[np.int64]) -> tuple[Floats, Floats, Floats]:
     """Propagate rounds from the prefill's token to the end of the text.
 
     Returns the expected number of rounds (0 to 1) that are anchored at each committed token, [A], the expected rounds
@@ -101,7 +98,6 @@ def walk(survival_AK: Floats, lengths_A: NDArray[np.int64], offered_AK: Floats) 
         survival_AK: probability that a round from each anchor accepts at least k + 1 draft tokens of the text.
         lengths_A: draft tokens from each anchor along the text. Drafts are cut at the end of the text, as by an EOS or
             the length limit.
-        offered_AK: whether the draft has a token at position k after the text's tokens before it; a tree may not.
     """
     A, K = survival_AK.shape
     visits_A, tested_K, accepted_K = np.zeros(A), np.zeros(K), np.zeros(K)
@@ -114,7 +110,7 @@ def walk(survival_AK: Floats, lengths_A: NDArray[np.int64], offered_AK: Floats) 
         drafted = min(int(lengths_A[anchor]), left)
         assert drafted <= K, f"a draft of {drafted} tokens, and {K} positions are known"
         at_least_k = np.concatenate(([1.0], survival_AK[anchor, :drafted]))
-        tested_K[:drafted] += visited * at_least_k[:-1] * offered_AK[anchor, :drafted]
+        tested_K[:drafted] += visited * at_least_k[:-1]
         accepted_K[:drafted] += visited * at_least_k[1:]
         committed = -np.diff(at_least_k, append=0.0)  # exactly 0, 1, ... draft tokens, and one of the target's own
         steps = min(len(committed), left - 1)
@@ -210,12 +206,9 @@ def accepted(
     else:
         rooms_A = np.minimum(room_A, reach) if reach is not None else room_A
         survival_AK, lengths_A, nodes_A = _grown(policy, table, rooms_A, sampling, rule)
-    offered_AK = _offered(policy, table["rank"]) if isinstance(policy, StaticTree) else np.ones_like(survival_AK)
     if retrieved is not None:
         survival_AK, lengths_A, nodes_A = _with_copies(survival_AK, lengths_A, nodes_A, retrieved)
-        offered_AK = np.pad(offered_AK, ((0, 0), (0, survival_AK.shape[1] - offered_AK.shape[1])))
-        offered_AK[retrieved.taken_A] = 1.0
-    visits_A, tested_K, accepted_K = walk(survival_AK, lengths_A, offered_AK)
+    visits_A, tested_K, accepted_K = walk(survival_AK, lengths_A)
     work: defaultdict[tuple[int, int], float] = defaultdict(float)
     for visits, nodes, length, copied in zip(
         visits_A, nodes_A, lengths_A, retrieved.taken_A if retrieved else [False] * A, strict=True
@@ -228,12 +221,6 @@ def _grown(
     policy: Policy, table: PositionStats, room_A: Lengths, sampling: Sampling, rule: str | None
 ) -> tuple[Floats, Lengths, Lengths]:
     """Return survival probabilities, depths and numbers of draft tokens from each anchor, without copies."""
-    if isinstance(policy, StaticTree):
-        inside_AK = _inside(policy, table["rank"])
-        depth = max(len(path) for path in policy.shape)
-        lengths_A = np.minimum(room_A, depth)
-        sizes = np.array([sum(len(path) <= deep for path in policy.shape) for deep in range(depth + 1)])
-        return inside_AK, lengths_A, sizes[lengths_A.clip(0)]
     if not isinstance(policy, (Chain, ConfidenceChain)):
         raise NotPredicted(f"{policy}: no exact forecast is implemented")
     if sampling.greedy:
@@ -246,24 +233,6 @@ def _grown(
         unsure_AK[:, 0] = False  # the first token is always drafted
         lengths_A = np.minimum(lengths_A, np.where(unsure_AK.any(1), unsure_AK.argmax(1), unsure_AK.shape[1]))
     return survival_AK, lengths_A, lengths_A
-
-
-def _inside(tree: StaticTree, rank_AK: Floats) -> Floats:
-    """Return [A, K]: 1 while the text's tokens, by their ranks, are a path of the tree."""
-    inside_AK = np.zeros_like(rank_AK)
-    shape = set(tree.shape)
-    for anchor, ranks in enumerate(rank_AK):
-        for depth in range(1, rank_AK.shape[1] + 1):
-            if tuple(ranks[:depth]) not in shape:
-                break
-            inside_AK[anchor, depth - 1] = 1.0
-    return inside_AK
-
-
-def _offered(tree: StaticTree, rank_AK: Floats) -> Floats:
-    """Return [A, K]: 1 where the tree has a draft token after the text's tokens before a position."""
-    above = {path[:-1] for path in tree.shape}
-    return np.array([[float(tuple(ranks[:depth]) in above) for depth in range(len(ranks))] for ranks in rank_AK])
 
 
 def _with_copies(

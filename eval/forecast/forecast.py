@@ -10,8 +10,8 @@ from typing import Any, NotRequired, TypedDict
 
 from transformers import PreTrainedModel
 
+from draftsmith.decode.arguments import capabilities
 from draftsmith.decode.costs import Costs
-from draftsmith.decode.fitting import capabilities
 from draftsmith.decode.policies import Chain, Policy, default_policy, policy_named
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.errors import ConfigError
@@ -41,7 +41,7 @@ from draftsmith.provenance import environment
 from draftsmith.terminal import stage
 
 SCHEMA = 1
-TREES = ("tree:widths=2x1x1", "tree:widths=3x2x1", "best-first:size=8,depth=4")
+TREES = ("best-first:size=4,depth=3", "best-first:size=8,depth=4")
 """Policies that are compared with the chains by default."""
 UNTIMED = "The intervals of speedups are over texts alone: the profile holds no repeated timings"
 ASSUMED = (

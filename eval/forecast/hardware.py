@@ -15,7 +15,7 @@ from draftsmith.decode.costs import Costs
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.runner import ModelRunner
-from draftsmith.decode.policies import Chain, Policy, StaticTree
+from draftsmith.decode.policies import Chain, Policy
 from draftsmith.decode.profiling import measure_costs, parts
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence, Round
@@ -167,8 +167,6 @@ def _arms(
 
 def depth_of(policy: Policy) -> int:
     """Return the number of draft tokens on the longest path of `policy`."""
-    if isinstance(policy, StaticTree):
-        return max(len(path) for path in policy.shape)
     return getattr(policy, "draft_length", None) or getattr(policy, "depth", 1)
 
 

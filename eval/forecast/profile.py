@@ -12,7 +12,7 @@ A profile holds the seconds of rounds by batch size:
         draft: {1: {1: 0.0011, 8: 0.0086}, 8: {1: 0.0013, 8: 0.0101}}   # batch: draft tokens: seconds of drafting
         round: {1: 0.0003, 8: 0.0006}    # batch: remaining seconds of a round; default 0
         policies:                        # policy: batch: seconds of a round beyond those of a chain with as many draft
-          tree:widths=3x2x1: {1: 0.0004} # tokens and drafter passes; default 0
+          best-first:size=9,depth=3: {1: 0.0004} # tokens and drafter passes; default 0
     repeats: []                          # optional: profiles from repeated timings of the same machine
 
 YAML or JSON. Curves are interpolated linearly, and extrapolated with the slope of the last two points.

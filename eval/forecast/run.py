@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from draftsmith.decode.fitting import capabilities
+from draftsmith.decode.arguments import capabilities
 from draftsmith.decode.policies import check_policy
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.eval.forecast.forecast import PLAIN, BestPolicy, Forecast, ForecastSettings, forecast

@@ -83,7 +83,7 @@ class SampledTarget:
     def p(self, prompt: Prompt, texts_BT: Tensor, *, width: int | None = None) -> Tensor:
         """Return the distribution [B, T, V] of each token."""
         logits_BTV = read(self.model, prompt, texts_BT, width=width)
-        p_BTV = self._processors.probabilities(logits_BTV.flatten(0, 1), list).view(logits_BTV.shape)
+        p_BTV = self._processors.scores(logits_BTV.flatten(0, 1)).softmax(-1).view(logits_BTV.shape)
         if not self._ends:
             return p_BTV
         end, ending_BT = self._ends[0], p_BTV[..., self._ends].sum(-1)

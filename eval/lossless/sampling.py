@@ -17,7 +17,8 @@ from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.draws import Draws
 from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.sequence import DecodeOutput
-from draftsmith.decode.verification import RULES, Outcome, Rule, VerifyBatch, VerifyResult, verify_batch
+from draftsmith.decode.verification import RULES, Rule, VerifyBatch, verify_batch
+from draftsmith.decode.verification_rules import Decided, VerifyResult
 from draftsmith.errors import ConfigError
 from draftsmith.eval.lossless.hypotheses import (
     ALL_TOKENS,
@@ -63,7 +64,7 @@ def lossy(rule: Rule | None, seed: int = 0) -> VerifyBatch:
     """Return `rule` with typical acceptance, which is lossy, in half of all rounds."""
     coin = torch.Generator().manual_seed(seed)
 
-    def verify_wrongly(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
+    def verify_wrongly(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Decided:
         wrong = torch.rand((), generator=coin) < SHARE
         return verify_batch(RULES["typical"] if wrong else rule, p_BPV, draft, draws)
 
@@ -300,14 +301,17 @@ class Watch:
     def watched(self, change: VerifyBatch | None = None) -> Rule:
         """Return the rule to use in a decoder; `change` replaces the verification."""
         change = partial(verify_batch, self.rule) if change is None else change
-        return Rule("watched", partial(self._watch, change), lambda draft: True, "any draft")
+        return Rule("watched", partial(self._watch, change))
 
-    def _watch(self, verify: VerifyBatch, p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Outcome:
+    def _watch(self, verify: VerifyBatch, p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Decided:
         outcome = verify(p_BPV, draft, draws)
         for row, values in enumerate(outcome.packed().tolist()):
-            whole = Draft(tuple(draft.tokens_BN[row].tolist()), draft.parents)  # none of the paths has invalid nodes
+            tokens, shape = draft.tokens_BN[row].tolist(), draft.parents_of(row)
+            if not draft.drawn and draft.valid_BN is not None:  # padding follows the nodes of chosen drafts
+                shape = shape[: int(draft.valid_BN[row].sum())]
+            whole = Draft(tuple(tokens[: len(shape)]), shape)  # none of the paths has invalid nodes
             q = tuple(q_BV[row] for q_BV in draft.q) if draft.drawn else None
-            self._add(p_BPV[row], whole, q, outcome.result(values, whole))
+            self._add(p_BPV[row], whole, q, outcome.result(values))
         return outcome
 
     def _add(self, p_PV: Tensor, draft: Draft, q: tuple[Tensor, ...] | None, result: VerifyResult) -> None:

@@ -7,11 +7,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from draftsmith.decode.draws import NOT_DRAWN, MakeDraws, Node
+from draftsmith.decode.draws import NOT_DRAWN, Draws, MakeDraws, Node
 from draftsmith.decode.loop import DecodeLoop
-from draftsmith.decode.proposal import Proposal, p_of, result_of
+from draftsmith.decode.proposal import Proposal, p_of
 from draftsmith.decode.sequence import DecodeSequence
-from draftsmith.decode.verification import Rule, VerifyResult, verify_batch
+from draftsmith.decode.verification import Rule, verify_batch
+from draftsmith.decode.verification_rules import VerifyResult
 from draftsmith.heads.draft_tree import Draft, DraftBatch, Drawing, children_of, depths_of, draw_together
 
 Tokens = tuple[int, ...]
@@ -91,7 +92,7 @@ Verify = Callable[[Tensor, Draft, Rng], VerifyResult]
 """A rule for one text: p [P, V], the draft and the source of random draws to the result."""
 
 
-class RowDraws:
+class RowDraws(Draws):
     """`Draws` of which each row takes those of its source, one after the other; no draw may be made twice."""
 
     def __init__(self, rngs: Sequence[Rng]) -> None:
@@ -110,8 +111,8 @@ class RowDraws:
         rows = enumerate(zip(weights_BV, self._nodes(node), active, strict=True))
         return torch.tensor([self._token(row, "draft", n, w_V) if on else 0 for row, (w_V, n, on) in rows])
 
-    def chain(self, length: int) -> None:
-        return None
+    def chain(self, weights_BDV: Tensor) -> Tensor:
+        return torch.stack([self.drafted(weights_BV, node) for node, weights_BV in enumerate(weights_BDV.unbind(1))], 1)
 
     def passes(self, probability_B: Tensor, node: Node, active_B: Tensor) -> Tensor:
         rows = enumerate(zip(probability_B.tolist(), self._nodes(node), active_B.tolist(), strict=True))
@@ -192,7 +193,7 @@ def verify(rule: Rule | None, p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyRes
     """Apply a rule (None: the best one) to the draft of one text."""
     draws = RowDraws([rng])
     outcome = verify_batch(rule, p_PV[None], DraftBatch.of([draft]), draws)
-    result = outcome.result(outcome.packed()[0].tolist(), draft)
+    result = outcome.result(outcome.packed()[0].tolist())
     return replace(result, next_token=draws.last[0])
 
 
@@ -231,7 +232,7 @@ def verified(
             outcome = verify_batch(rule, torch.stack([cases[number][0] for number, _ in rows]), batch, draws)
             for (number, _), rng, values in zip(rows, draws.rngs, outcome.packed().tolist(), strict=True):
                 pending += [(number, path) for path in rng.alternatives]
-                result = outcome.result(values, cases[number][1])
+                result = outcome.result(values)
                 yield rng.weight, number, result if rng.open is None else replace(result, next_token=rng.open)
 
 
@@ -251,7 +252,11 @@ def verified_together(
             own, batch, draws = group
             outcome = verify_batch(rule, p_of(group, p_BQV), batch, draws)
             for place, (row, values) in enumerate(zip(own, outcome.packed().tolist(), strict=True)):
-                yield rngs[row].weight, rows[row][0], result_of(outcome, batch, place, values, drafts[row])
+                yield (
+                    rngs[row].weight,
+                    rows[row][0],
+                    outcome.result(values, None if batch.own is None else batch.own[place]),
+                )
         pending += [(number, path) for (number, _), rng in zip(rows, rngs, strict=True) for path in rng.alternatives]
 
 

@@ -28,12 +28,14 @@ from exact.toys import ToyDrafter, ToyModel, below
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from draftsmith.decode.cache.committed import Contexts, contexts_of
 from draftsmith.decode.draft_builder import DraftBuilder
-from draftsmith.decode.grown_drafts import propose
+from draftsmith.decode.drafting import propose
 from draftsmith.decode.policies import Policy
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence, Stops
-from draftsmith.decode.verification import RULES, Rule, VerifyResult, verify_greedy
+from draftsmith.decode.verification import RULES, Rule
+from draftsmith.decode.verification_rules import VerifyResult, verify_greedy
 from draftsmith.heads.draft_tree import ROOT, Draft
 
 PROMPT = (0, 3, 0, 3)
@@ -86,13 +88,13 @@ class Round:
         """Return the target's distribution after PROMPT + `new`, with all processors applied."""
         logits_1V = self.target.logits(PROMPT + new)[None]
 
-        def contexts() -> list[list[int]]:
-            return [[*PROMPT, *new]]
+        def contexts() -> Contexts:
+            return contexts_of([[*PROMPT, *new]], torch.device("cpu"))
 
         if self.processors.greedy:
             best = self.processors.scores(logits_1V, contexts).argmax(-1)
             return torch.nn.functional.one_hot(best, logits_1V.shape[1])[0].double()
-        return self.processors.probabilities(logits_1V, contexts)[0]
+        return self.processors.scores(logits_1V, contexts).softmax(-1)[0]
 
     def p_PV(self, draft: Draft) -> Tensor:
         """Return p after the root and after each node of `draft`."""

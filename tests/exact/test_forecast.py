@@ -11,7 +11,7 @@ from exact.one_round import DRAFTER_SEEDS, EXACT
 from exact.toys import ToyDrafter, ToyModel, ToyTarget
 
 from draftsmith.decode.loop import DecodeLoop
-from draftsmith.decode.policies import BestFirst, Chain, ConfidenceChain, Policy, SampledTree, StaticTree, widths_shape
+from draftsmith.decode.policies import BestFirst, Chain, ConfidenceChain, Policy, SampledTree
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence, Stops
 from draftsmith.decode.verification import RULES
@@ -115,7 +115,7 @@ def test_chains(rule: str | None, gamma: int, count: int, sampling: str) -> None
         assert assert_exact(pair, Chain(gamma), rule, count) > 0
 
 
-@pytest.mark.parametrize("rule", [None, "traversal", "siblings-without-replacement"])
+@pytest.mark.parametrize("rule", [None, "traversal"])
 def test_rules_that_are_one_of_these_on_chains(rule: str | None) -> None:
     pair = Pair(1, SAMPLING["top-k"], banned=frozenset(), independent=False)
     assert assert_exact(pair, Chain(2), rule, 4) > 0
@@ -143,57 +143,7 @@ def test_chains_that_stop_when_unsure(rule: str) -> None:
         assert assert_exact(pair, ConfidenceChain(0.7, 3), rule, 4) > 0
 
 
-TREE = StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 0)))
-
-
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("tree", [TREE, StaticTree(widths_shape([2, 2]))], ids=["narrow", "wide"])
-def test_static_trees_of_the_best_candidates(tree: StaticTree, sampling: str) -> None:
-    for seed in range(PAIRS):
-        pair = Pair(seed, SAMPLING[sampling], banned=frozenset({1}), independent=seed % 2 == 1)
-        assert_exact(pair, tree, None, 4)
-
-
-def test_acceptance_of_a_tree_is_given_that_the_accepted_path_has_children() -> None:
-    """Over every outcome of a round: nodes accepted at a depth / accepted paths that have children at that depth."""
-    for seed in range(PAIRS):
-        pair = Pair(seed, SAMPLING["top-k"], banned=frozenset(), independent=False)
-
-        def make(pair: Pair = pair) -> DecodeLoop:
-            text = DecodeSequence(list(PROMPT), len(PROMPT) + 6)
-            return DecodeLoop(ToyTarget(pair.target), pair.drafter, TREE, [text], pair.processors)
-
-        found = np.zeros((2, 3))
-        for weight, state in outcomes(lambda rng, make=make: played(make, rng, 1)):
-            (record,) = state.texts[0].rounds
-            found[0, : record.accepted] += weight
-            found[1, : record.tested] += weight
-        assert found == pytest.approx(_by_paths(pair), abs=EXACT)
-        assert found[1, 2] < found[0, 1] - 1e-3, "some accepted nodes have no child"
-
-
-def _by_paths(pair: Pair) -> np.ndarray:
-    """Return the probabilities that a round accepts, and that it tests, a token at each depth of `TREE`: [2, depth]."""
-
-    def p(tokens: Tokens) -> torch.Tensor:
-        return pair.processors.probabilities(pair.target.logits(tokens)[None], list)[0]
-
-    expected = np.zeros((2, 3))
-    for first in range(len(p(PROMPT))):
-        root = (*PROMPT, first)
-        confidences, drafted = {(): float(p(PROMPT)[first])}, {(): root}
-        for path in sorted(TREE.shape, key=len):
-            above = drafted[path[:-1]]
-            q_V = pair.processors.probabilities(pair.drafter.model.logits(above)[None], list)[0]
-            drafted[path] = (*above, int(q_V.topk(path[-1] + 1).indices[-1]))
-            confidences[path] = confidences[path[:-1]] * float(p(above)[drafted[path][-1]])
-            expected[0, len(path) - 1] += confidences[path]
-        for inner in {path[:-1] for path in TREE.shape}:
-            expected[1, len(inner)] += confidences[inner]
-    return expected
-
-
-@pytest.mark.parametrize("policy", [Chain(3), ConfidenceChain(0.5, 3), TREE], ids=str)
+@pytest.mark.parametrize("policy", [Chain(3), ConfidenceChain(0.5, 3)], ids=str)
 def test_greedy(policy: Policy) -> None:
     moved = 0
     for seed in range(20):

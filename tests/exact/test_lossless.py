@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 import torch
 from conftest import make_llama, mostly_slow
-from drawn_tree import DrawnTree
+from drawn_tree import ChosenTree, DrawnTree, widths_shape
 from exact.enumeration import (
     BranchingRng,
     Tokens,
@@ -35,6 +35,7 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
+from draftsmith.decode.cache.committed import contexts_of
 from draftsmith.decode.cache.rollback import RollbackLayer
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.draws import NOT_DRAWN
@@ -48,8 +49,6 @@ from draftsmith.decode.policies import (
     OptimalTree,
     Policy,
     SampledTree,
-    StaticTree,
-    widths_shape,
 )
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence, Stops
@@ -80,11 +79,11 @@ def target_alone(
     """Return the probability of every text of the target alone, as a batch of one."""
 
     def p(new: Tokens) -> list[float]:
-        logits_1V, before = logits(prompt + new)[None], [[*prompt, *new]]
+        logits_1V, before = logits(prompt + new)[None], contexts_of([[*prompt, *new]], torch.device("cpu"))
         if processors.greedy:
             best = int(processors.scores(logits_1V, lambda: before).argmax())
             return [float(token == best) for token in range(VOCAB)]
-        return processors.probabilities(logits_1V, lambda: before)[0].tolist()
+        return processors.scores(logits_1V, lambda: before).softmax(-1)[0].tolist()
 
     return {(prompt + new,): weight for new, weight in string_distribution(p, count, eos)}
 
@@ -117,10 +116,10 @@ def toy_gap(
 
 BRANCHED = ((0,), (1,), (0, 0))
 DRAWN_TREES = (DrawnTree(BRANCHED), SampledTree(width=2, depth=2))
-CHOSEN_TREES = (StaticTree(BRANCHED), BestFirst(size=3, depth=2))
+CHOSEN_TREES = (ChosenTree(BRANCHED), BestFirst(size=3, depth=2))
 CASES = [
     *product(["token", "block"], [Chain(2), ConfidenceChain(0.5, 2)]),
-    *product(["siblings-without-replacement", "traversal"], DRAWN_TREES),
+    *product(["traversal"], DRAWN_TREES),
     *product(["point-mass"], [Chain(2), *CHOSEN_TREES]),
     *product([None], [Chain(2), *DRAWN_TREES, *CHOSEN_TREES]),
 ]
@@ -197,7 +196,7 @@ class Retrieves(ToyDrafter):
         return Draft((4, FORBIDDEN, END, END, 3, 0), (ROOT, ROOT, ROOT, 0, 1, 2)) if odd and room >= 2 else None
 
 
-@pytest.mark.parametrize(("rule", "policy"), [*CASES, (None, StaticTree(widths_shape((3, 1))))], ids=str)
+@pytest.mark.parametrize(("rule", "policy"), [*CASES, (None, ChosenTree(widths_shape((3, 1))))], ids=str)
 @pytest.mark.parametrize("sampling", [TOP_2, GREEDY], ids=["T=1", "T=0"])
 @pytest.mark.parametrize("grammar", GRAMMARS)
 def test_places_without_an_allowed_token_change_nothing(
@@ -230,7 +229,9 @@ def test_a_text_that_needs_a_token_and_has_none_is_an_error(rule: str | None, po
             return tuple(text.tokens)
 
         def p(new: Tokens, model: ToyModel = model) -> list[float]:
-            scores_1V = processors.scores(model.logits(PROMPT + new)[None], lambda: [[*PROMPT, *new]])
+            scores_1V = processors.scores(
+                model.logits(PROMPT + new)[None], lambda: contexts_of([[*PROMPT, *new]], torch.device("cpu"))
+            )
             dead = bool(scores_1V.isneginf().all())
             return [0.0] * VOCAB + [1.0] if dead else scores_1V.softmax(-1)[0].tolist()
 
@@ -246,7 +247,7 @@ def test_a_text_that_needs_a_token_and_has_none_is_an_error(rule: str | None, po
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("policy", [Chain(6), StaticTree(widths_shape([2, 1, 1])), SampledTree(2, 6)], ids=str)
+@pytest.mark.parametrize("policy", [Chain(6), ChosenTree(widths_shape([2, 1, 1])), SampledTree(2, 6)], ids=str)
 def test_drafts_longer_than_the_text_that_is_left(policy: Policy, count: int) -> None:
     for seed in range(PAIRS):
         assert toy_gap(seed, policy, None, count, sampling=PLAIN) < EXACT, f"pair {seed}"

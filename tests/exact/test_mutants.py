@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from drawn_tree import DrawnTree
+from drawn_tree import ChosenTree, DrawnTree, widths_shape
 from exact import wrong_rules
 from exact.enumeration import Tokens, Verify
 from exact.one_round import EXACT, GAMMA, PROMPT, Drafts, Round, Setting, the_rule
@@ -15,7 +15,8 @@ from exact.wrong_rules import forged
 from torch import Tensor
 from transformers import NoRepeatNGramLogitsProcessor
 
-from draftsmith.decode.policies import Chain, ConfidenceChain, Policy, StaticTree, widths_shape
+from draftsmith.decode.cache.committed import contexts_of
+from draftsmith.decode.policies import Chain, ConfidenceChain, Policy
 from draftsmith.decode.sampling import Sampling
 from draftsmith.heads.draft_tree import ROOT, Draft
 
@@ -24,7 +25,7 @@ PLAIN_SETTING = Setting()
 CHAIN = Chain(GAMMA)
 PAIR_OF_SIBLINGS, THREE_SIBLINGS = widths_shape([2]), widths_shape([3])
 TREE = DrawnTree(((0,), (1,), (0, 0)))
-CHOSEN_TREE = StaticTree(TREE.shape)
+CHOSEN_TREE = ChosenTree(TREE.shape)
 
 
 @dataclass(frozen=True)
@@ -49,20 +50,6 @@ MUTANTS = [
     Mutant("reused uniform", wrong_rules.reused_uniform, "token", CHAIN, 2e-2),
     Mutant("block, residual unscaled", partial(wrong_rules.block, scaled=False), "block", CHAIN, 1e-2),
     Mutant("block, first failure", partial(wrong_rules.block, stop_at_failure=True), "block", CHAIN, 5e-2),
-    Mutant(
-        "q not renormalised",
-        partial(wrong_rules.siblings, renormalise_q=False),
-        "siblings-without-replacement",
-        TREE,
-        1e-2,
-    ),
-    Mutant(
-        "p not renormalised",
-        partial(wrong_rules.siblings, renormalise_p=False),
-        "siblings-without-replacement",
-        TREE,
-        1e-2,
-    ),
     Mutant("traversal, weight kept", partial(wrong_rules.traversal, update_weight=False), "traversal", TREE, 1e-2),
     Mutant(
         "traversal, q not renormalised", partial(wrong_rules.traversal, renormalise_q=False), "traversal", TREE, 1e-2
@@ -85,7 +72,6 @@ def test_a_wrong_rule_is_rejected(mutant: Mutant) -> None:
     [
         (wrong_rules.token, CHAIN),
         (wrong_rules.block, CHAIN),
-        (wrong_rules.siblings, TREE),
         (wrong_rules.traversal, TREE),
     ],
 )
@@ -148,19 +134,15 @@ def learned_from_the_draft(pair: Round, draft: Draft) -> Draft:
     return forged(draft.tokens, draft.parents, [updated.logits(text).softmax(-1) for text in texts])
 
 
-WOR = "siblings-without-replacement"
 FORGERIES = [
     Forgery(softmax_q, CHAIN, "token", 1e-2, CHAIN, Setting(Sampling(0.7))),
     Forgery(softmax_q, CHAIN, "block", 1e-2, CHAIN, Setting(Sampling(0.7))),
-    Forgery(softmax_q, CHOSEN_TREE, WOR, 1e-1, TREE),
     Forgery(softmax_q, CHOSEN_TREE, "traversal", 1e-1, TREE),
-    Forgery(sorted_by_q, DrawnTree(PAIR_OF_SIBLINGS), WOR, 1e-1, TREE),
     Forgery(sorted_by_q, DrawnTree(PAIR_OF_SIBLINGS), "traversal", 1e-1, TREE),
-    Forgery(best_two, DrawnTree(THREE_SIBLINGS), WOR, 5e-2, TREE),
     Forgery(best_two, DrawnTree(THREE_SIBLINGS), "traversal", 5e-2, TREE),
     Forgery(learned_from_the_draft, CHAIN, "token", 1e-1, CHAIN),
     Forgery(learned_from_the_draft, CHAIN, "block", 1e-1, CHAIN),
-    Forgery(learned_from_the_draft, TREE, WOR, 1e-1, TREE),
+    Forgery(learned_from_the_draft, TREE, "traversal", 1e-1, TREE),
     Forgery(without_unlikely, CHAIN, "token", 1e-2, ConfidenceChain(0.5, GAMMA)),
     Forgery(without_unlikely, CHAIN, "block", 1e-2, ConfidenceChain(0.5, GAMMA)),
 ]
@@ -184,7 +166,9 @@ class StaleContext(Round):
 
     def p_PV(self, draft: Draft) -> Tensor:
         rows = [self.target.logits(PROMPT + below(draft, node)) for node in range(ROOT, len(draft))]
-        return self.processors.probabilities(torch.stack(rows), lambda: [list(PROMPT)] * len(rows))
+        return self.processors.scores(
+            torch.stack(rows), lambda: contexts_of([list(PROMPT)] * len(rows), torch.device("cpu"))
+        ).softmax(-1)
 
 
 class IgnoresEos(Round):

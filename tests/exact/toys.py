@@ -8,6 +8,7 @@ import torch
 from exact.enumeration import Tokens
 from torch import Tensor
 
+from draftsmith.decode.target import TransformersTarget
 from draftsmith.heads.base import Drafter, Level, SequenceState
 from draftsmith.heads.draft_tree import ROOT, Draft, Parents
 
@@ -32,7 +33,7 @@ class ToyModel:
         self.logits = logits
 
 
-class ToyTarget:
+class ToyTarget(TransformersTarget):
     """A toy model as a target. It uses only the tokens that it has read, as a model with a cache does."""
 
     context_limit = None
@@ -62,10 +63,6 @@ class ToyTarget:
 
     def hidden(self, nodes: list[int]) -> None:
         return None
-
-    def states(self, paths: list[list[int]] | None) -> Tensor:
-        most = 0 if paths is None else max(map(len, paths))
-        return torch.zeros(len(self.read), most + 1, 0)
 
     def features(self, paths: list[list[int]] | None) -> None:
         return None

@@ -11,8 +11,8 @@ from exact.enumeration import Rng, RowDraws, Verify, verify
 from torch import Tensor
 
 from draftsmith.decode.draws import Draws
-from draftsmith.decode.verification import RULES, VerifyBatch, VerifyResult
-from draftsmith.decode.verification_rules import Decided
+from draftsmith.decode.verification import RULES, VerifyBatch
+from draftsmith.decode.verification_rules import Decided, VerifyResult
 from draftsmith.heads.draft_tree import ROOT, Draft, DraftBatch
 
 FIFTH = 0.2
@@ -37,7 +37,7 @@ def unchecked(name: str, p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:
     """Apply a correct rule, also to a kind of draft for which it is wrong."""
     draws = RowDraws([_Certain(rng)])
     outcome = RULES[name].verify(p_PV[None], DraftBatch.of([draft]), draws)
-    result = outcome.result(outcome.packed()[0].tolist(), draft)
+    result = outcome.result(outcome.packed()[0].tolist())
     return VerifyResult(result.path, draws.last[0], result.overlap)
 
 
@@ -188,31 +188,6 @@ def block(p_PV: Tensor, draft: Draft, rng: Rng, *, scaled: bool = True, stop_at_
         return VerifyResult(tuple(range(N)), rng.categorical(p_PV[N]), ())
     rest_V = residual(p_PV[accepted], draft.q[accepted], weights[accepted] if scaled else 1.0)
     return VerifyResult(tuple(range(accepted)), rng.categorical(rest_V), ())
-
-
-def siblings(
-    p_PV: Tensor, draft: Draft, rng: Rng, *, renormalise_p: bool = True, renormalise_q: bool = True
-) -> VerifyResult:
-    """The rule for siblings without replacement, with options to leave out its two normalisations."""
-    children, node, path = draft.children, ROOT, []
-    while below := children[node + 1]:
-        p_V, q_V = p_PV[node + 1], draft.q[below[0]]
-        for child in below:
-            x = draft.tokens[child]
-            if rng.bernoulli(min(1.0, float(p_V[x] / q_V[x]))):
-                break
-            p_V = residual(p_V, q_V)
-            q_V = q_V.clone()
-            q_V[x] = 0
-            if renormalise_p:
-                p_V = p_V / p_V.sum()
-            if renormalise_q and q_V.any():
-                q_V = q_V / q_V.sum()
-        else:
-            return VerifyResult(tuple(path), rng.categorical(p_V), ())
-        path.append(child)
-        node = child
-    return VerifyResult(tuple(path), rng.categorical(p_PV[node + 1]), ())
 
 
 def traversal(

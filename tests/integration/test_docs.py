@@ -92,7 +92,7 @@ def test_the_drafter_of_the_page_learns_and_decodes(extending: SimpleNamespace, 
     again.load_state_dict(drafter.state_dict())
     prompt, options = [5, 6, 7], {"max_new_tokens": 24, "eos_token_id": None}
     alone = SpeculativeDecoder(tiny_target).generate(prompt, **options).tokens
-    for policy in ("chain:draft_length=3", "tree:widths=2x2", "best-first:size=6,depth=3"):
+    for policy in ("chain:draft_length=3", "best-first:size=6,depth=3"):
         out = SpeculativeDecoder(tiny_target, again.eval(), policy=policy).generate(prompt, **options)
         assert out.tokens == alone
     signals = SimpleNamespace(input_ids_BT=ids_BT)
@@ -172,8 +172,7 @@ def test_of_the_two_rules_of_the_page_one_is_exact(extending: SimpleNamespace, s
     one_round = Round(Setting(), seed)
     drafts = one_round.drafts(Chain(2))
     right, wrong = (
-        Rule("page", partial(extending.rule, from_residual=from_residual), lambda draft: True, "any draft")
-        for from_residual in (True, False)
+        Rule("page", partial(extending.rule, from_residual=from_residual)) for from_residual in (True, False)
     )
     assert one_round.gap(right, drafts) < EXACT
     assert one_round.gap(wrong, drafts) > 1e-3

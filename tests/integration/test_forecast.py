@@ -213,12 +213,12 @@ def test_a_pretrained_pair_that_nobody_here_made(tmp_path: Path, profile: Path) 
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     models, common = ASSETS / "models", ["--prompts", prompts, "--max-new-tokens", 48, "--temperature", 0]
     pair = ["--target", models / "stories260K", "--drafter", f"qat={models / 'stories260K-qat-polish256'}"]
-    plan = ["--policy", "chain:draft_length=4", "--policy", "tree:widths=3x2x1"]
+    plan = ["--policy", "chain:draft_length=4", "--policy", "best-first:size=9,depth=3"]
     assert _main("forecast", *pair, *common, *plan, "--profile", profile, "--out", tmp_path / "forecast") == 0
     assert _main("eval", *pair, *common, *plan, "--repeats", 1, "--out", tmp_path / "eval") == 0
     predicted = json.loads((tmp_path / "forecast" / "forecast.json").read_text())["rows"]
     measured = json.loads((tmp_path / "eval" / "eval.json").read_text())["rows"]
     taus = {row["policy"]: row["tau"] for row in predicted}
     assert {row["policy"]: row["tau"] for row in measured if row["category"] == "all"} == pytest.approx(
-        {policy: taus[policy] for policy in ("chain:draft_length=4", "tree:widths=3x2x1")}
+        {policy: taus[policy] for policy in ("chain:draft_length=4", "best-first:size=9,depth=3")}
     )

@@ -12,7 +12,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from two_places import OtherPlace, two_places
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode.passes.masks import tree
+from draftsmith.decode.passes.attention import tree
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.train.step import AgreementStep, Last

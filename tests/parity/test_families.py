@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from drawn_tree import ChosenTree, widths_shape
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -27,7 +28,7 @@ from transformers import (
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.passes.runner import ModelRunner
-from draftsmith.decode.policies import BestFirst, Chain, StaticTree, widths_shape
+from draftsmith.decode.policies import BestFirst, Chain
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.heads.base import Level
@@ -77,7 +78,7 @@ ENCODER_DECODER = {
     "t5": lambda: T5Config(**T5_SIZES),
     "t5-gated-untied": lambda: T5Config(**T5_SIZES, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
 }
-POLICIES = {"chain": Chain(4), "tree": StaticTree(widths_shape((3, 2, 1))), "best-first": BestFirst(size=9, depth=4)}
+POLICIES = {"chain": Chain(4), "tree": ChosenTree(widths_shape((3, 2, 1))), "best-first": BestFirst(size=9, depth=4)}
 PROMPTS = [[7, 8, 9], [5, 4, 3, 2, 20, 21, 22, 23, 24, 25], [11], [12, 13, 14, 15, 16]]
 NEW_TOKENS = 24
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import mostly_slow
+from drawn_tree import ChosenTree, widths_shape
 from targets.outcome import NoisyReference
 from torch import Tensor
 from transformers import (
@@ -15,7 +16,6 @@ from vision_models import FAMILIES, IMAGE, TEXT, ImagePrompt, build, prompt, two
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.passes import graphs
-from draftsmith.decode.policies import StaticTree, widths_shape
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.distill.teacher import Batch, OnlineTeacher
@@ -80,7 +80,7 @@ def test_drafters_on_prompts_with_images(family: str, kind: str) -> None:
     make = EarlyExit if kind == "early-exit" else HEADS[kind].from_target
     torch.manual_seed(1)
     drafter = make(model, **options.get(kind, {})).double().eval()
-    decoder = SpeculativeDecoder(model, drafter, policy=StaticTree(widths_shape((2, 2))))
+    decoder = SpeculativeDecoder(model, drafter, policy=ChosenTree(widths_shape((2, 2))))
     texts = [generated(model, one) for one in asked]
     assert alone(decoder, asked) == texts
     assert together(decoder, asked) == texts

@@ -29,7 +29,7 @@ from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.retrieval import SuffixRetrieval
 
 PROMPTS = [[5, 9, 33, 2], [7, 7, 8], [40], [11, 12, 13, 14, 15, 16, 17]]
-POLICIES = ("chain:draft_length=4", "best-first:size=8,depth=4", "tree:widths=3x2x1")
+POLICIES = ("chain:draft_length=4", "best-first:size=8,depth=4", "best-first:size=9,depth=3")
 NEW_TOKENS = 24
 
 

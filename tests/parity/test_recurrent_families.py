@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from drawn_tree import ChosenTree, widths_shape
 from recurrent_models import FAMILIES, OTHERS, build, noisy
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode.policies import Chain, StaticTree, widths_shape
+from draftsmith.decode.policies import Chain
 from draftsmith.errors import ConfigError
 
 PROMPTS = [[7, 8, 9], [5, 4, 3, 2, 20, 21, 22, 23, 24, 25], [11, 12]]
@@ -36,4 +37,4 @@ def test_greedy_text_is_that_of_generate(family: str) -> None:
 
 def test_trees_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="model_type='lfm2' reads chains only: its recurrent layers read one token"):
-        SpeculativeDecoder(build("lfm2"), noisy(build("lfm2")), policy=StaticTree(widths_shape((2, 2))))
+        SpeculativeDecoder(build("lfm2"), noisy(build("lfm2")), policy=ChosenTree(widths_shape((2, 2))))

@@ -11,7 +11,6 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache import fixed as fixed_states
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.passes import graphs
 from draftsmith.decode.passes.capability import RECURRENT
@@ -139,8 +138,7 @@ def _compiles(model: PreTrainedModel, drafter: Drafter) -> bool:
             part.set_experts_implementation("grouped_mm")
     eager = {"cpu": {"backend": "eager"}}
     try:
-        often = patch.multiple(fixed_states, MOST_AGAIN=4, MOST_KEPT=3)
-        with often, patch.dict(graphs.OPTIONS, eager), torch._dynamo.config.patch(error_on_recompile=True):
+        with patch.dict(graphs.OPTIONS, eager), torch._dynamo.config.patch(error_on_recompile=True):
             plain, fast = (_together(SpeculativeDecoder(model, drafter, compile=on)) for on in (False, True))
     finally:
         torch._dynamo.reset()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from draftsmith.decode.cache.recurrent import _updates_states, is_recurrent
+from draftsmith.decode.passes.recurrent import _updates_states, is_recurrent
 
 from .outcome import EXACT, outcome_of
 from .page import PAGE, VERSION, group, listed

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_llama
+from drawn_tree import ChosenTree, widths_shape
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, MistralConfig, MistralForCausalLM, PreTrainedModel
@@ -17,7 +18,7 @@ from draftsmith.decode.passes import attention
 from draftsmith.decode.passes.attention import GROUPED, attend, chain_marker, passes_of
 from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.runner import ModelRunner
-from draftsmith.decode.policies import Chain, StaticTree, widths_shape
+from draftsmith.decode.policies import Chain
 from draftsmith.heads.draft_model import DraftModel, EarlyExit
 from draftsmith.heads.draft_tree import Draft
 
@@ -224,7 +225,7 @@ def test_flash_attention_reads_chains_and_other_passes_use_sdpa(build: str, flas
     fast.config._attn_implementation = FAKE
     drafter, settings = DraftModel(plain), {"max_new_tokens": 20, "eos_token_id": None}
     expected = [SpeculativeDecoder(plain).generate(prompt, **settings).tokens for prompt in PROMPTS]
-    for policy, reads in ((Chain(3), True), (StaticTree(widths_shape((2, 1))), False)):
+    for policy, reads in ((Chain(3), True), (ChosenTree(widths_shape((2, 1))), False)):
         decoder = SpeculativeDecoder(fast, drafter, policy=policy)
         flash.widths.clear()
         assert [decoder.generate(prompt, **settings).tokens for prompt in PROMPTS] == expected

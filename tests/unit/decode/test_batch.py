@@ -8,10 +8,9 @@ from transformers import LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.costs import Costs
-from draftsmith.decode.draws import SeededDraws, seeded_draws
+from draftsmith.decode.draws import Draws, seeded_draws
 from draftsmith.decode.loop import DecodeLoop
-from draftsmith.decode.policies import policy_named
-from draftsmith.decode.policies.chain import Chain
+from draftsmith.decode.policies import Chain, policy_named
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeOutput, DecodeSequence, Round
 from draftsmith.decode.target import TransformersTarget
@@ -64,7 +63,7 @@ def test_the_target_alone_in_a_batch(tiny_target: LlamaForCausalLM) -> None:
         assert decoder.generate(prompt, seed=seed, **settings).tokens == out.tokens
 
 
-@pytest.mark.parametrize("policy", ["chain:draft_length=3", "tree:widths=2x1x1", "adaptive", None])
+@pytest.mark.parametrize("policy", ["chain:draft_length=3", "best-first:size=6,depth=3", "adaptive", None])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_records_count_what_was_drafted_beside_processors(
     tiny_target: LlamaForCausalLM, policy: str | None, temperature: float
@@ -136,7 +135,7 @@ def test_numbers_of_a_round_are_drawn_for_the_texts_that_are_left(tiny_target: L
     loop = DecodeLoop(target, drafter, Chain(2), texts, Processors(Sampling(1.0)))
     asked = 0
 
-    def draws_of(seeds: Counts, lengths: Counts, device: torch.device) -> SeededDraws:
+    def draws_of(seeds: Counts, lengths: Counts, device: torch.device) -> Draws:
         nonlocal asked
         asked += 1
         assert seeds.on_device_B.tolist() == list(seeds) == [text.seed for text in loop.texts]

@@ -124,11 +124,10 @@ def test_other_targets_read_chains_only(model: PreTrainedModel, reason: str) -> 
     """In half precision too, where the numbers of ALiBi's biases for a tree differ less than by rounding."""
     assert reason in capability_of(model).no_trees
     kind = model.config.model_type
-    with pytest.raises(ConfigError, match=rf"policy=tree:.* has branches, and model_type='{kind}' reads chains only"):
-        SpeculativeDecoder(model, DraftModel(model), policy="tree:widths=2x1")
+    with pytest.raises(ConfigError, match=rf"policy=best-first:.* has branches, and .*'{kind}' reads chains only"):
+        SpeculativeDecoder(model, DraftModel(model), policy="best-first:size=4,depth=2")
     with pytest.raises(ConfigError, match=r"policy=optimal-tree:.*; expected policy chain, confidence or adaptive"):
         SpeculativeDecoder(model, DraftModel(model), policy="optimal-tree", costs=Costs({1: 1.0, 2: 1.1}, {1: 0.1}))
-    SpeculativeDecoder(model, DraftModel(model), policy="tree:widths=1x1")
 
 
 def test_chains_of_a_target_without_trees_give_its_text() -> None:

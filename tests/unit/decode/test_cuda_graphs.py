@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_cases import CASES, PROMPTS, SETTINGS, target_of
+from compiled_cases import CASES, PROMPTS, SETTINGS, target_model
 from conftest import mostly_slow
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -19,11 +19,8 @@ from torch._guards import TracingContext
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode.cache.fixed import FixedStates
-from draftsmith.decode.cache.recurrent import _changed
-from draftsmith.decode.cache.rollback import RollbackCache
 from draftsmith.decode.passes import graphs
-from draftsmith.decode.passes.graphs import FEWEST_SLOTS, Graph, PassGraphs
+from draftsmith.decode.passes.graphs import Graph, PassGraphs
 
 First = tuple[Callable[..., Any], nn.Module, tuple]
 """A function that is compiled, the module in it, and the arguments of its first run."""
@@ -60,16 +57,6 @@ def on_meta(module: nn.Module) -> nn.Module:
     return moved
 
 
-def give_states(states: FixedStates, moved: FixedStates, cache: RollbackCache) -> None:
-    """Allocate what the recurrent layers of a model on the meta device read, as after a prompt."""
-    for old, new in zip(states.mixers, moved.mixers, strict=True):
-        new._others = {name: cache if value is old._cache else value for name, value in old._others.items()}
-        new._saved = _changed(old._saved, lambda value: value.to("meta"))
-        new._kept = {name: value.to("meta") for name, value in old._kept.items()}
-        for tensor in new.tensors():
-            torch._dynamo.mark_static_address(tensor)
-
-
 @torch.inference_mode()
 def traced(plain: Callable[..., Any], module: nn.Module, arguments: tuple) -> tuple[fx.GraphModule, set[int], int]:
     """Return the graph, the indices of its inputs at fixed addresses, and the number of tensors given to each run."""
@@ -86,16 +73,10 @@ def traced(plain: Callable[..., Any], module: nn.Module, arguments: tuple) -> tu
     moved, inputs = on_meta(module), tree_map_only(Tensor, lambda x: x.to("meta"), arguments)
     if isinstance(arguments[0], PassGraphs):
         passes = PassGraphs(moved, arguments[0].rows, arguments[0].slots)
-        give_states(arguments[0].states, passes.states, passes.cache)
         # The hooks that keep states and features are those of the module on the CPU.
-        settings = (False, (), inputs[5]) if plain is PassGraphs._pass else inputs[3:]
-        with passes.attention.running(chain=False), passes.states.reading():
-            plain(passes, moved, inputs[2], *settings)  # the prompt's pass allocates the cache
-            function(passes, moved, inputs[2], *settings)
-    elif isinstance(arguments[0], FixedStates):
-        passes = PassGraphs(moved, arguments[0].rows, FEWEST_SLOTS)
-        give_states(arguments[0], passes.states, passes.cache)
-        function(passes.states, *inputs[1:])
+        with passes.attention.running(chain=False):
+            plain(passes, moved, inputs[2], False, ())  # the prompt's pass allocates the cache
+            function(passes, moved, inputs[2], False, ())
     else:
         function(moved, *inputs[1:])
     torch._dynamo.reset()
@@ -106,11 +87,9 @@ def devices(node: fx.Node) -> set[str]:
     return {leaf.device.type for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)}
 
 
-@pytest.mark.parametrize(
-    "case", mostly_slow(CASES, "draft_model", "eagle3", "dspark", "medusa", "recurrent target, eagle3")
-)
+@pytest.mark.parametrize("case", mostly_slow(CASES, "draft_model", "eagle3", "dspark", "medusa"))
 def test_graphs_can_be_recorded(case: str, first_runs: list[First]) -> None:
-    target = target_of(case)
+    target = target_model()
     make, plan = CASES[case]
     decoder = SpeculativeDecoder(target, None if make is None else make(target).eval(), compile=True, **plan)
     for temperature in (0.0, 1.0):
@@ -122,7 +101,7 @@ def test_graphs_can_be_recorded(case: str, first_runs: list[First]) -> None:
         places = [node for node in nodes if node.op == "placeholder"]
         written = {places.index(node.args[0]) for node in nodes if node.target is torch.ops.aten.copy_.default}
         assert written <= fixed, f"{plain.__name__} of {type(module).__name__} writes to memory that may move"
-        writes = isinstance(arguments[0], PassGraphs | FixedStates)
+        writes = isinstance(arguments[0], PassGraphs)
         assert bool(written) == writes, "passes write to the cache, steps to nothing"
         assert len(places) - len(fixed) <= given, "weights or the cache would be copied before each replay"
         assert [str(node.target) for node in nodes if "cpu" in devices(node)] == []

@@ -48,9 +48,9 @@ def ends(kind: str, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     ("kind", "policy"),
     [
         ("eos", "chain:draft_length=5"),
-        ("eos", "tree:widths=3x2x1"),
+        ("eos", "best-first:size=9,depth=3"),
         ("stop strings", "chain:draft_length=5"),
-        ("stop strings", "tree:widths=2x1x1x1"),
+        ("stop strings", "best-first:size=8,depth=4"),
         ("criteria", "confidence:threshold=0.02,draft_length=5"),
     ],
 )

@@ -119,7 +119,7 @@ def encoder_decoder() -> T5ForConditionalGeneration:
     ("target", "changes", "message"),
     [
         (make_llama, {"compile": True}, "with compile=True"),
-        (make_llama, {"policy": "tree:widths=2x1"}, "policy=tree:widths=2x1 has branches"),
+        (make_llama, {"policy": "best-first:size=4,depth=2"}, "policy=best-first:size=4,depth=2 has branches"),
         (experts, {}, "experts"),
         (encoder_decoder, {}, "model_type='t5'; expected a decoder-only target"),
         (lambda: build("mamba"), {}, "model_type='mamba'; expected a decoder-only target"),

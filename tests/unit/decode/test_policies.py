@@ -14,8 +14,8 @@ from transformers import LlamaForCausalLM
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.draft_builder import DraftBuilder
+from draftsmith.decode.drafting import propose
 from draftsmith.decode.draws import seeded_draws
-from draftsmith.decode.grown_drafts import propose
 from draftsmith.decode.policies import (
     AdaptiveChain,
     BestFirst,
@@ -24,10 +24,8 @@ from draftsmith.decode.policies import (
     OptimalTree,
     Policy,
     SampledTree,
-    StaticTree,
     check_policy,
     policy_named,
-    widths_shape,
 )
 from draftsmith.decode.profiling import measure_costs
 from draftsmith.decode.sampling import Processors, Sampling
@@ -82,7 +80,6 @@ ALL = [
     Chain(3),
     ConfidenceChain(0.3, 6),
     AdaptiveChain(FLAT, 5),
-    StaticTree(widths_shape((2, 2, 1))),
     SampledTree(3, 3),
     BestFirst(size=8, depth=4),
     OptimalTree(FLAT, size=12, depth=4),
@@ -98,7 +95,7 @@ def test_drafts_are_trees_that_fit(policy: Policy, greedy: bool, room: int) -> N
         assert len(shown) >= 1
         assert shown.depth <= room
         assert all(parent < node for node, parent in enumerate(shown.parents))
-        assert shown.drawn != (greedy or isinstance(policy, (StaticTree, BestFirst)))
+        assert shown.drawn != (greedy or isinstance(policy, BestFirst))
         pairs = list(zip(shown.parents, shown.tokens, strict=True))
         assert len(set(pairs)) == len(pairs), "siblings differ"
 
@@ -115,19 +112,6 @@ def test_best_first_is_the_best_of_all_prefixes() -> None:
                 weights.append(math.prod(float(q[a, b]) for a, b in steps))
         shown = draft(BestFirst(size=9, depth=3), table=table)
         assert sorted(path_weights(shown, table)) == pytest.approx(sorted(sorted(weights)[-9:]))
-
-
-def test_static_shapes() -> None:
-    assert len(widths_shape((3, 2, 1))) == 3 + 6 + 6
-    shown = draft(StaticTree(((0,), (1,), (0, 0), (0, 0, 0))))
-    assert shown.parents == (-1, -1, 0, 2)
-    q_V = Table().logits[0].softmax(-1)
-    assert draft(StaticTree(((0,), (2,)))).tokens == tuple(q_V.topk(3).indices[[0, 2]].tolist()), (
-        "ranks may be left out"
-    )
-    for shape in (((0, 0),), ()):
-        with pytest.raises(ConfigError, match="shape="):
-            StaticTree(shape)
 
 
 def test_confidence_stops_before_an_unsure_token_is_drawn() -> None:
@@ -216,7 +200,7 @@ def test_a_pass_is_padded_where_a_wider_one_is_cheaper(tiny_target: LlamaForCaus
     tiny_target.model.register_forward_pre_hook(
         lambda _, __, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    for policy in ("chain:draft_length=2", "tree:widths=2x1", "adaptive"):
+    for policy in ("chain:draft_length=2", "best-first:size=4,depth=2", "adaptive"):
         for prompt in ([5, 6, 7], [9] * 100):  # the second fills the context
             plain = SpeculativeDecoder(tiny_target).generate(prompt, max_new_tokens=40, eos_token_id=None).tokens
             decoder = SpeculativeDecoder(tiny_target, DraftModel(make_llama(1)), policy=policy, costs=bumpy)
@@ -240,8 +224,6 @@ def test_names_are_read_as_they_are_written() -> None:
         ("chain:draft_length=x", "draft_length='x'; expected a whole number"),
         ("chain:draft_length=0", "draft_length=0; expected >= 1"),
         ("confidence:threshold=2", "threshold=2.0; expected a probability"),
-        ("tree:widths=3xx", "widths='3xx'; expected numbers of children"),
-        ("tree:siblings=iid", "siblings=iid.; expected tree:KEY=VALUE with widths"),
         ("dynamic-tree", "policy='dynamic-tree'; expected one of chain, confidence"),
         ("best-first:size=0", "size=0; expected >= 1"),
         ("best-first:size=100000", "size=100000; expected at most 1024"),
@@ -249,7 +231,6 @@ def test_names_are_read_as_they_are_written() -> None:
         ("optimal-tree:top_k=99999", "top_k=99999; expected at most 1024"),
         ("optimal-tree:size=2000", "size=2000; expected at most 1024"),
         ("sampled-tree:width=10000000", "width=10000000; expected at most 1024"),
-        ("tree:widths=1000x1000x1000", "widths='1000x1000x1000'; expected at most 1024 nodes together"),
         ("chain:draft_length=10000000000", "draft_length=10000000000; expected at most 1024"),
     ],
 )
@@ -261,9 +242,8 @@ def test_names_that_do_not_fit_are_refused(name: str, message: str) -> None:
 def test_a_rule_that_does_not_fit_the_draft_is_refused(tiny_target: LlamaForCausalLM) -> None:
     """The refusal comes before decoding, whatever the drafter retrieves and however confident it is."""
     drafter = DraftModel(make_llama(1))
-    for policy in ("best-first", "tree"):
-        with pytest.raises(ConfigError, match="rule='token' needs a chain drawn from q; this draft is a tree chosen"):
-            SpeculativeDecoder(tiny_target, drafter, policy=policy, rule="token")
+    with pytest.raises(ConfigError, match="rule='token' needs a chain drawn from q; this draft is a tree chosen"):
+        SpeculativeDecoder(tiny_target, drafter, policy="best-first", rule="token")
     for policy in (OptimalTree(FLAT), "sampled-tree"):
         SpeculativeDecoder(tiny_target, drafter, policy=policy, rule="traversal")
         with pytest.raises(ConfigError, match=r"rule='block' needs .* this draft is a tree drawn"):

@@ -49,9 +49,9 @@ def some_drafts(kind: str, seed: int) -> list[Draft]:
     [
         ("chosen", None, 3),
         ("chosen", "point-mass", 3),
-        ("chosen", "typical", 6),
+        ("chosen", "typical", 3),
         ("drawn", None, 3),
-        ("drawn", "siblings-without-replacement", 3),
+        ("drawn", "traversal", 3),
         ("drawn", "point-mass", 6),
     ],
 )

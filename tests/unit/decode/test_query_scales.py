@@ -54,7 +54,7 @@ def expected(target: Llama4ForCausalLM) -> list[list[int]]:
     return texts
 
 
-@pytest.mark.parametrize("policy", [None, "chain:draft_length=3", "tree:widths=3x2"])
+@pytest.mark.parametrize("policy", [None, "chain:draft_length=3", "best-first:size=6,depth=2"])
 def test_texts_of_different_lengths_are_those_of_generate(
     target: Llama4ForCausalLM, expected: list[list[int]], policy: str | None
 ) -> None:

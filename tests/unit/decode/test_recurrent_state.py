@@ -13,12 +13,11 @@ from recurrent_models import FAMILIES, build, noisy
 from torch import Tensor
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode.cache import recurrent as recurrent_state
-from draftsmith.decode.cache.recurrent import MOST_AGAIN, Mixer
-from draftsmith.decode.passes import graphs
+from draftsmith.decode.passes import recurrent as recurrent_state
 from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.capability import TOLERANCE
 from draftsmith.decode.passes.checks import check_rollback, rollback_gap
+from draftsmith.decode.passes.recurrent import MOST_AGAIN, Mixer
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.profiling import _reading
 from draftsmith.distill.objective import Objective
@@ -122,26 +121,24 @@ def test_rows_that_leave_a_batch(family: str) -> None:
         runner.commit([[0], [0, 1]] if starts[1] < 9 else [[0, 1], [0]])
 
 
-@pytest.mark.parametrize("compile", [False, True])
 @torch.inference_mode()
-def test_a_model_that_another_thread_reads_with(compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_another_thread_reads_with() -> None:
     """While a pass runs, layers have the methods of its texts; another thread waits before it looks them up."""
-    monkeypatch.setitem(graphs.OPTIONS, "cpu", {"disable": True})
     model, logits = build("lfm2"), []
 
     @torch.inference_mode()
     def read() -> None:
-        runner = ModelRunner(model, 1, Plan(compile=compile, longest=100))
+        runner = ModelRunner(model, 1, Plan(longest=100))
         runner.append([[5, 9, 33]])
         logits.append(runner.tree(torch.tensor([[2, 7]]), [(-1,)]))
         runner.close()
 
     read()
-    other = ModelRunner(model, 2, Plan(compile=compile, longest=100))
+    other = ModelRunner(model, 2, Plan(longest=100))
     other.append([[7, 8], [4]])
     thread = Thread(target=read)
     passes: Any = other.passes
-    with passes._states.reading() if compile else passes.mixers.reading(2, None):
+    with passes._mixing(2, None):
         thread.start()
         thread.join(0.5)
         assert len(logits) == 1, "the other thread waits"

@@ -10,13 +10,12 @@ from conftest import make_llama
 from recurrent_models import INDEXED_TREES, OTHERS, build, noisy
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode.cache.recurrent import MOST_AGAIN
-from draftsmith.decode.passes import reread
+from draftsmith.decode.passes import eager
 from draftsmith.decode.passes.attention import passes_of, run_with
-from draftsmith.decode.passes.base import Plan
+from draftsmith.decode.passes.base import MOST_AGAIN, Plan
 from draftsmith.decode.passes.capability import capability_of
 from draftsmith.decode.passes.checks import rollback_gap
-from draftsmith.decode.passes.reread import RereadingPasses
+from draftsmith.decode.passes.eager import RereadingPasses
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.heads.draft_tree import Draft
 
@@ -58,7 +57,7 @@ CONTINUE = RereadingPasses._continue
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "mutant"), [(reread, "deepcopy", same), (RereadingPasses, "_continue", one_token_late)]
+    ("owner", "name", "mutant"), [(eager, "deepcopy", same), (RereadingPasses, "_continue", one_token_late)]
 )
 @torch.inference_mode()
 def test_the_check_notices_wrong_caches(

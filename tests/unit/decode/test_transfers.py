@@ -23,75 +23,35 @@ MASK = torch.tensor([True, False, True, False])
 
 READS: dict[str, Callable[[Tensor], object]] = {
     "item": lambda x: x[0].item(),
-    "float": lambda x: float(x[0]),
-    "int": lambda x: int(x[0]),
-    "bool": lambda x: bool(x.any()),
     "if": lambda x: 1 if x.any() else 0,
-    "index of a list": lambda x: [0, 1, 2][x.long().argmin()],
     "tolist": lambda x: x.tolist(),
-    "tolist of a number": lambda x: x[0].tolist(),
-    "numpy": lambda x: x.numpy(),
-    "cpu": lambda x: x.cpu().tolist(),
     "to cpu": lambda x: x.to("cpu").sum().item(),
-    "to cpu and a dtype": lambda x: x.to("cpu", torch.float64).tolist(),
-    "to a device by keyword": lambda x: x.to(device="cpu").tolist(),
-    "tensor of tensors": lambda x: torch.tensor([x[0], 1.0]),
     "equal": lambda x: torch.equal(x, x + 1),
-    "nonzero": lambda x: x.nonzero(),
-    "where": lambda x: torch.where(x > 0),
     "mask": lambda x: x[x > 0],
-    "mask of the host": lambda x: x[MASK],
-    "uint8 mask": lambda x: x[(x > 0).byte()],
     "assignment of a tensor by mask": lambda x: x.clone().__setitem__(x > 0, x[:1]),
-    "masked_select": lambda x: x.masked_select(x > 0),
-    "unique": lambda x: x.unique(),
-    "unique_consecutive": lambda x: x.unique_consecutive(),
-    "bincount": lambda x: x.abs().long().bincount(),
     "repeat_interleave": lambda x: x.repeat_interleave(x.abs().long()),
-    "multinomial": lambda x: x.softmax(-1).multinomial(1),
     "copy to the host": lambda x: torch.zeros(4).copy_(x),
-    "assignment to the host": lambda x: torch.zeros(8).__setitem__(slice(4), x),
-    "what a view says": lambda x: x.reshape(2, 2).t()[0].tolist(),
     "what was uploaded": lambda x: torch.tensor([3, 4], device=x.device).cumsum(0).tolist(),
-    "what was moved": lambda x: torch.tensor([3, 4]).to(x.device).tolist(),
-    "sum with the host": lambda x: (torch.ones(4) + x).tolist(),
 }
 NO_READS: dict[str, Callable[[Tensor], object]] = {
     "upload": lambda x: x + torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device),
-    "upload of uniforms": lambda x: x < torch.rand(4, generator=torch.Generator()).to(x.device),
-    "numbers of a generator": lambda x: torch.rand(4, generator=torch.Generator()).tolist(),
     "host arithmetic": lambda x: torch.tensor([1, 2]).cumsum(0).tolist(),
-    "host mask": lambda x: torch.arange(4)[MASK].sum().item(),
-    "selection by index": lambda x: x[torch.tensor([0, 2])][:1],
     "assignment of a number by mask": lambda x: x.clone().__setitem__(x > 0, 0.0),
-    "masked_fill": lambda x: x.masked_fill(x > 0, -1.0),
     "where with values": lambda x: torch.where(x > 0, x, 0.0),
-    "repeat_interleave with a number": lambda x: x.repeat_interleave(2),
-    "repeat_interleave of known size": lambda x: x.repeat_interleave(torch.tensor([1, 2, 0, 1]), output_size=4),
-    "to a dtype": lambda x: x.to(torch.float64),
-    "to its own device": lambda x: x.to(x.device),
     "shape": lambda x: len(x) + x.shape[0] + x.numel(),
-    "iteration": lambda x: [row + 1 for row in x],
 }
 
 
 UPLOADS: dict[str, Callable[[Tensor], object]] = {
     "list": lambda x: torch.tensor([1, 2], device=x.device),
-    "number": lambda x: torch.as_tensor(3.0, device=x.device),
     "to": lambda x: torch.tensor([1, 2]).to(x.device),
-    "to by keyword": lambda x: torch.zeros(2).to(device=x.device),
     "index by a list": lambda x: x[[0, 2]],
-    "index by a tensor of the host": lambda x: x[torch.tensor([0, 2])],
-    "columns by a list": lambda x: x.reshape(2, 2)[:, [1, 0]],
     "assignment by a list": lambda x: x.clone().__setitem__([0, 2], 0.0),
 }
 NO_UPLOADS: dict[str, Callable[[Tensor], object]] = {
     "made on the device": lambda x: torch.arange(4, device=x.device) + torch.full((4,), 2, device=x.device),
     "index by numbers": lambda x: (x[2], x[1:3], x.reshape(2, 2)[:, 0]),
-    "index by a tensor of the device": lambda x: x[x.argmax() + torch.zeros(2, dtype=torch.int64, device=x.device)],
-    "assignment of a number": lambda x: x.clone().__setitem__(2, 0.0),
     "host": lambda x: torch.tensor([1, 2])[[1, 0]],
-    "to its own device": lambda x: x.to(x.device),
 }
 
 
@@ -102,7 +62,6 @@ def read_by(operation: Callable[[Tensor], object]) -> Reads:
     return reads
 
 
-@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 @pytest.mark.parametrize("name", READS)
 def test_each_kind_of_read_counts_once(name: str) -> None:
     reads = read_by(READS[name])
@@ -205,7 +164,7 @@ def reads_per_round(
 
 
 CHAIN = "chain:draft_length=4"
-TREE = "tree:widths=3x2x1"
+TREE = "best-first:size=9,depth=3"
 SAMPLED: dict[str, Any] = {"temperature": 1.0}
 PENALTY: dict[str, Any] = {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.3)]}
 CASES: dict[str, tuple[str | None, str | None, str | None, dict[str, Any]]] = {
@@ -226,10 +185,6 @@ CASES: dict[str, tuple[str | None, str | None, str | None, dict[str, Any]]] = {
     "eagle, sampled": ("eagle", CHAIN, None, SAMPLED),
     "hydra with a prefix layer, greedy": ("hydra", CHAIN, None, {}),
     "block with a recurrent bias, sampled": ("dflash", CHAIN, None, SAMPLED),
-    "tree, greedy": ("draft_model", TREE, None, {}),
-    "tree, best": ("draft_model", TREE, None, SAMPLED),
-    "tree, typical": ("draft_model", TREE, "typical", SAMPLED),
-    "tree, sampled, penalty": ("draft_model", TREE, None, SAMPLED | PENALTY),
 }
 """By name: drafter, policy, rule, settings of `generate_batch`."""
 
@@ -237,27 +192,27 @@ CASES: dict[str, tuple[str | None, str | None, str | None, dict[str, Any]]] = {
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("name", CASES)
 def test_reads_of_a_round(name: str, batch: int) -> None:
-    """One read for drafts of a fixed shape, whatever the number of texts."""
+    """One read for chains of one length, whatever the number of texts."""
     drafter, policy, rule, settings = CASES[name]
     rounds, _, reads = reads_per_round(drafter, policy, batch, rule, **settings)
     assert len(reads) == rounds, f"{len(reads) / rounds:.1f} reads a round:\n{reads}"
 
 
-OTHERS = ("penalty", "point-mass", "typical", "iid")
-"""Contexts of processors, and drafts whose tokens are chosen or shapes differ, are uploaded, too."""
-MOST_UPLOADS = {name: 3 if "tree" in name else 2 for name in CASES if not any(other in name for other in OTHERS)}
-"""Uploads of a round: its outcome with the numbers for the next one, and the tokens that the drafter has not read."""
+OTHERS = ("penalty", "point-mass", "typical")
+"""Contexts of processors, and chosen drafts, are uploaded, too."""
+MOST_UPLOADS = 2
+"""Of a round: its outcome with the numbers for the next one, and the tokens that the drafter has not read."""
 
 
 @pytest.mark.parametrize("batch", [1, 5, 8])
-@pytest.mark.parametrize("name", MOST_UPLOADS)
+@pytest.mark.parametrize("name", [name for name in CASES if not any(other in name for other in OTHERS)])
 def test_uploads_of_a_round(name: str, batch: int) -> None:
     """As few for texts of different lengths, which leave the batch at different times, as for one."""
     drafter, policy, rule, settings = CASES[name]
     constant.cache_clear()  # or its tensors would count as the host's
     rounds, _, reads = reads_per_round(drafter, policy, batch, rule, **settings)
     of_shapes = constant.cache_info().misses
-    most = MOST_UPLOADS[name] * rounds + of_shapes
+    most = MOST_UPLOADS * rounds + of_shapes
     assert len(reads.uploads) <= most, f"{len(reads.uploads) / rounds:.1f} uploads a round:\n{reads}"
     assert of_shapes <= 8, "the same tables in every round"
 

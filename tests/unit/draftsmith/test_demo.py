@@ -93,7 +93,7 @@ def test_a_reader_who_leaves_ends_the_thread_and_sees_errors() -> None:
     assert threading.active_count() <= before
 
 
-@pytest.mark.parametrize("policy", [DEFAULT, "chain:draft_length=3", "tree:widths=2x1x1"])
+@pytest.mark.parametrize("policy", [DEFAULT, "chain:draft_length=3", "best-first:size=6,depth=3"])
 def test_what_the_page_shows(policy: str, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     target = target_model()
     pair = Session(target, tiny_tokenizer, {"<drafter>": DraftModel(target_model())}, [])

@@ -14,12 +14,12 @@ from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.draft_builder import DraftBuilder, Look, Read, probabilities
 from draftsmith.decode.loop import DecodeLoop
-from draftsmith.decode.policies import BestFirst, Chain, ConfidenceChain, Policy, SampledTree, StaticTree
+from draftsmith.decode.policies import BestFirst, Chain, ConfidenceChain, Policy, SampledTree
 from draftsmith.decode.policies.base import Growing
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.target import TransformersTarget
-from draftsmith.decode.verification import VerifyResult
+from draftsmith.decode.verification_rules import VerifyResult
 from draftsmith.errors import ConfigError
 from draftsmith.eval.forecast.expected_rounds import accepted, of_rounds, replay, retrieved
 from draftsmith.eval.forecast.forecast import ForecastSettings, candidates, forecast, predict
@@ -74,7 +74,7 @@ def make_drafter(kind: str, target: nn.Module) -> Drafter:
 
 
 @dataclass
-class OnTheText:
+class OnTheText(Policy):
     """Drafts the text itself and keeps q on the way; proposes nothing, so that every token becomes an anchor."""
 
     learns: ClassVar[bool] = False
@@ -132,7 +132,6 @@ def decoded(target: nn.Module, drafter: Drafter, policy: Policy | None, sampling
 
 GREEDY_POLICIES = (
     *(Chain(1), Chain(3), ConfidenceChain(0.3, 3)),
-    StaticTree(((0,), (1,), (2,), (0, 0), (1, 0))),
     *(BestFirst(5, 3), SampledTree(3, 3)),
 )
 
@@ -163,19 +162,13 @@ def test_greedy_rounds_are_the_decoders_own(kind: str, policy: Policy, target: L
     assert any(one.rounds < one.tokens for one in found)
 
 
-@pytest.mark.parametrize("policy", [StaticTree(((0,), (1,), (0, 0))), BestFirst(5, 3)], ids=str)
 @pytest.mark.parametrize("kind", ["early-exit", "hydra"])
-def test_chosen_trees_are_certain_of_a_sampled_text_too(kind: str, policy: Policy, target: LlamaForCausalLM) -> None:
-    drafter, sampling = make_drafter(kind, target), Sampling(0.7, top_k=8, top_p=0.95)
+def test_chosen_trees_are_certain_of_a_sampled_text_too(kind: str, target: LlamaForCausalLM) -> None:
+    drafter, sampling, policy = make_drafter(kind, target), Sampling(0.7, top_k=8, top_p=0.95), BestFirst(5, 3)
     outs = decoded(target, drafter, policy, sampling)
     texts = [target_text(target, out.prompt_tokens, out.tokens, NEW) for out in outs]
-    if isinstance(policy, StaticTree):
-        tables = agreement(target, drafter, texts, 3, acceptance_measure(Processors(sampling)))
-        found = [accepted(policy, *pair, sampling) for pair in zip(tables, texts, strict=True)]
-    else:
-        found = [
-            of_rounds(t, r) for t, r in zip(texts, replay(target, drafter, policy, texts, sampling, 3), strict=True)
-        ]
+    replayed = replay(target, drafter, policy, texts, sampling, 3)
+    found = [of_rounds(*pair) for pair in zip(texts, replayed, strict=True)]
     assert [one.rounds for one in found] == [len(out.rounds) for out in outs]
 
 
@@ -263,7 +256,7 @@ def test_a_text_beyond_the_drafters_context_is_refused(target: LlamaForCausalLM)
 
 def test_tables_reach_as_deep_as_the_deepest_policy(target: LlamaForCausalLM) -> None:
     settings = ForecastSettings(
-        "t", {}, "p", max_draft_length=2, policies=("chain:draft_length=5", "tree:widths=2x1x1x1")
+        "t", {}, "p", max_draft_length=2, policies=("chain:draft_length=5", "best-first:size=8,depth=4")
     )
     drafter = EarlyExit(target, layers=3)
     assert max(map(depth_of, candidates(drafter, settings))) == 5

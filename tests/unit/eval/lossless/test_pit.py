@@ -6,10 +6,10 @@ from collections import defaultdict
 import pytest
 import torch
 from conftest import make_llama
-from drawn_tree import DrawnTree
+from drawn_tree import ChosenTree, DrawnTree
 from exact.one_round import Round, Setting
 
-from draftsmith.decode.policies import Chain, Policy, StaticTree
+from draftsmith.decode.policies import Chain, Policy
 from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.sequence import DecodeOutput
 from draftsmith.decode.sequence import Round as RoundRecord
@@ -78,8 +78,8 @@ def second_and_first(rule: str, policy: Policy) -> tuple[dict[int, torch.Tensor]
         ("token", Chain(2)),
         ("block", Chain(2)),
         ("block", Chain(3)),
-        ("point-mass", StaticTree(((0,), (1,), (0, 0)))),
-        ("siblings-without-replacement", DrawnTree(((0,), (1,), (0, 0)))),
+        ("point-mass", ChosenTree(((0,), (1,), (0, 0)))),
+        ("traversal", DrawnTree(((0,), (1,), (0, 0)))),
         ("traversal", DrawnTree(((0,), (1,), (0, 0), (1, 0)))),
     ],
 )

@@ -1,12 +1,15 @@
-"""The most likely paths under q, of any shape; verified by the point-mass rule, which is exact for any choice."""
+"""Trees whose shape depends on q.
+
+best-first    the most likely paths; verified by the point-mass rule, which is exact for any choice
+sampled       every node draws a number of children in proportion to q of its path, so rules with q remain exact
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple
 
-from draftsmith.decode.draft_builder import DraftBuilder, Look, Read
-from draftsmith.decode.policies.base import Growing, MostNodes, require_counts
-from draftsmith.decode.verification_rules import VerifyResult
+from draftsmith.decode.draft_builder import DraftBuilder, DrawChildren, Look, Read
+from draftsmith.decode.policies.base import Growing, MostNodes, Policy, require_counts
 from draftsmith.heads.draft_tree import ROOT, Draft
 
 
@@ -75,14 +78,14 @@ class Candidates:
 
 
 @dataclass(frozen=True)
-class BestFirst:
+class BestFirst(Policy):
     """The `size` prefixes that are most likely under the drafter, at most `depth` deep.
 
     Each level extends the nodes that are among the `size` most likely so far. Further candidates can only displace
     less likely ones, so the result after the last level is exact. Wang et al. 2024 (OPT-Tree), arXiv:2406.17276.
     """
 
-    learns: ClassVar[bool] = False
+    chooses: ClassVar[bool] = True
     size: int = 16
     depth: int = 8
 
@@ -93,10 +96,6 @@ class BestFirst:
     def most_nodes(self) -> MostNodes:
         """Nodes for compiled passes: what a level reads may be displaced later."""
         return MostNodes(self.size, self.size * self.depth)
-
-    def fresh(self) -> Self:
-        """Return the policy itself, which has no state."""
-        return self
 
     def grow(self, builder: DraftBuilder) -> Growing:
         candidates, nodes, last = Candidates(builder), [ROOT], min(self.depth, builder.room)
@@ -112,8 +111,55 @@ class BestFirst:
                 break
         return candidates.draft(candidates.best(self.size))
 
-    def observe(self, builder: DraftBuilder | None, draft: Draft, result: VerifyResult) -> None:
-        """Do nothing: the tree depends on q only."""
-
     def __str__(self) -> str:
         return f"best-first:size={self.size},depth={self.depth}"
+
+
+@dataclass(frozen=True)
+class SampledTree(Policy):
+    """A drawn tree in which every node has round(width * q(path)) children.
+
+    This number depends on the tokens on the path to the node only, and is known before the children are drawn. Siblings
+    are drawn without replacement.
+    """
+
+    width: int = 4
+    depth: int = 4
+
+    def __post_init__(self) -> None:
+        require_counts(self, "width", "depth")
+
+    @property
+    def most_nodes(self) -> MostNodes:
+        """Nodes for compiled passes: fewer than 2 * width in a level of different tokens, whose q add up to at most 1.
+
+        Only nodes with width * q above 1/2 have children, and rounding adds at most 1/2 to each of their numbers.
+        """
+        most = 2 * self.width * self.depth
+        return MostNodes(most, most)
+
+    def grow(self, builder: DraftBuilder) -> Growing:
+        level: list[tuple[int, float]] = [(ROOT, 1.0)]
+        for _ in range(min(self.depth, builder.room)):
+            level = [(node, weight) for node, weight in level if round(self.width * weight) > 0]
+            if not level:
+                break
+            nodes = [node for node, _ in level]
+            counts = [round(self.width * weight) for _, weight in level]
+            if builder.greedy:
+                look: Look = yield Read(nodes, max(counts))
+                children = [_chosen(builder, look, place, count) for place, count in enumerate(counts)]
+            else:
+                yield Read(nodes, top=0)
+                children = yield DrawChildren(counts, chances=True)
+            level = [(child, weight * q) for (_, weight), own in zip(level, children, strict=True) for child, q in own]
+        return builder.draft()
+
+    def __str__(self) -> str:
+        return f"sampled-tree:width={self.width},depth={self.depth}"
+
+
+def _chosen(builder: DraftBuilder, look: Look, place: int, count: int) -> list[tuple[int, float]]:
+    """Add the `count` likeliest tokens with any probability as children of a node, and return (child, q) of each."""
+    pairs = zip(look.tokens[place][:count], look.values[place], strict=False)
+    return [(builder.choose(look.nodes[place], token), q) for token, q in pairs if q > 0]

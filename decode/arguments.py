@@ -1,4 +1,4 @@
-"""The prompts of a call: lists of tokens from lists, arrays and padded tensors, and the check of their ids."""
+"""Checks of the decoder's arguments: prompts, which may be lists, arrays or padded tensors, and what fits together."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,8 +7,13 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.decode.passes.capability import Capability, capability_of
+from draftsmith.decode.policies import Policy
 from draftsmith.decode.sampling import require_seed
+from draftsmith.decode.verification import Rule
 from draftsmith.errors import ConfigError
+from draftsmith.heads.base import Drafter
+from draftsmith.heads.draft_model import DraftModel
 
 Ids = Tensor | np.ndarray | Sequence
 """Tokens of one prompt or of several, or a mask over them."""
@@ -90,3 +95,45 @@ def one_seed_each(seeds: Sequence[int] | int, count: int) -> Sequence[int]:
     if len(seeds) != count:
         raise ConfigError.of("seeds", list(seeds), f"one for each of the {count} prompts")
     return seeds
+
+
+# Targets, drafters, policies and rules that fit together.
+
+
+def capabilities(target: PreTrainedModel, drafter: Drafter | None) -> list[Capability]:
+    """Return the capabilities of the target and of the models that `drafter` runs with a cache of their own."""
+    modules = () if drafter is None else drafter.modules()
+    models = [target, *(module.model for module in modules if isinstance(module, DraftModel))]
+    return [capability_of(model) for model in models]
+
+
+def require_readable(policy: Policy, models: Sequence[Capability]) -> None:
+    """Raise ConfigError if drafts of `policy` may have branches, and one of the models reads chains only."""
+    for capability in models:
+        if capability.no_trees and policy.branches:
+            raise ConfigError(capability.refusal(f"policy={policy}"))
+
+
+def require_fitting(rule: Rule, drafter: Drafter, policy: Policy | None) -> None:
+    """Raise ConfigError if `rule` does not apply to retrieved drafts or to drafts of `policy`."""
+    if rule.drawn and type(drafter).retrieve is not Drafter.retrieve:
+        raise ConfigError(f"rule={rule.name!r} needs {rule.takes}; a {drafter.type} drafter also retrieves drafts")
+    if policy is not None:
+        rule.require(drawn=not policy.chooses, is_chain=not policy.branches)
+
+
+def require_reach(drafter: Drafter, draft_length: int) -> None:
+    """Raise ConfigError for more draft tokens than the drafter proposes."""
+    most = drafter.max_draft_length
+    if most is not None and draft_length > most:
+        raise ConfigError.of(
+            "draft_length", draft_length, f"at most {most}, which is what this {drafter.type} drafter proposes"
+        )
+
+
+def require_same_vocabulary(drafter: Drafter, target: PreTrainedModel) -> None:
+    """Raise ConfigError for a drafter with another vocabulary size, unless the number of shared tokens is known."""
+    vocabulary = target.config.get_text_config(decoder=True).vocab_size
+    if drafter.vocab_size in (None, vocabulary) or drafter.shared_vocabulary is not None:
+        return
+    raise ConfigError(f"drafter vocabulary={drafter.vocab_size}; expected the target's {vocabulary}")
