@@ -15,8 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode import target
 from draftsmith.decode.passes import attention
-from draftsmith.decode.passes.attention import GROUPED, attend, chain_marker, passes_of
-from draftsmith.decode.passes.base import Plan
+from draftsmith.decode.passes.attention import GROUPED, attend, passes_of
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.policies import Chain
 from draftsmith.heads.draft_model import DraftModel, EarlyExit
@@ -120,24 +119,6 @@ def test_long_chains_are_read_with_transformers_function() -> None:
     torch.testing.assert_close(logits_1V[0], expected_V, atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize("special", ["position_bias", "softcap"])
-def test_special_arguments_reach_transformers_function(special: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the mask of a chain in place of the marker."""
-    seen: dict[str, Any] = {}
-
-    def own(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
-        seen.update(kwargs, mask=mask)
-        return query, None
-
-    monkeypatch.setattr(attention, "sdpa_attention_forward", own)
-    query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 7, 8)
-    attend(nn.Module(), query, key, key, chain_marker(3, query.device), **{special: 2.0})
-    assert seen[special] == 2.0
-    assert torch.equal(seen["mask"] == 0, torch.ones(1, 1, 3, 7, dtype=torch.bool).tril(4))
-
-
 def names_of(model: nn.Module) -> list[str]:
     configs = [module.config for module in model.modules() if hasattr(module, "config")]
     return [config._attn_implementation for config in configs if hasattr(config, "_attn_implementation")]
@@ -232,17 +213,6 @@ def test_flash_attention_reads_chains_and_other_passes_use_sdpa(build: str, flas
         assert (4 in flash.widths) == reads, "a chain of three and its root, and no tree"
         assert [out.tokens for out in decoder.generate_batch(PROMPTS, **settings)] == expected
     assert set(names_of(fast)) == {FAKE}
-
-
-def test_padded_widths_are_not_used_with_flash_attention(flash: Flash) -> None:
-    """Padding has positions that do not rise; flash attention takes them for several texts in one row."""
-    model = make_llama(**HEADS)
-    model.config._attn_implementation = FAKE
-    runner = ModelRunner(model, 1, Plan(widths={3: 4}))
-    with torch.inference_mode():
-        runner.append([PROMPTS[0]])
-        runner.line(torch.tensor([[3, 4, 5]]))
-    assert flash.widths[-1] == 3
 
 
 def test_flash_attention_that_reads_chains_wrongly_is_refused(flash: Flash, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,6 @@ from transformers import (
     ReformerModelWithLMHead,
     RobertaConfig,
     RobertaForCausalLM,
-    RwkvConfig,
-    RwkvForCausalLM,
     XLMConfig,
     XLMWithLMHeadModel,
 )
@@ -207,13 +205,6 @@ def test_encoders_and_decoders_of_other_depths_and_their_draft_models(encoder: i
     assert SpeculativeDecoder(target, drafter).generate(prompt[0].tolist(), max_new_tokens=8).tokens == text
 
 
-def test_a_config_without_an_id_of_padding() -> None:
-    config = RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, attention_hidden_size=16)
-    vars(config).pop("pad_token_id", None)
-    with pytest.warns(UserWarning, match="each round copies its own cache"):
-        assert capability_of(RwkvForCausalLM(config).eval()).no_trees
-
-
 class TakesPositionsFromTokens(RobertaForCausalLM):
     """As Kosmos-2.5: positions count from the id of padding, and `generate` passes none."""
 
@@ -265,22 +256,3 @@ def test_logits_that_are_not_numbers_are_refused() -> None:
         model.lm_head.weight[3] = float("nan")
     with pytest.raises(ConfigError, match="returns NaN logits in float32"):
         SpeculativeDecoder(model)
-
-
-def test_a_target_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_bloom()
-    first = capability_of(model)
-    monkeypatch.setattr("draftsmith.decode.passes.capability._measured", None)
-    assert capability_of(model) is first
-    assert passes_of(model) == "native"
-
-
-def test_dropout_is_off_while_a_model_is_measured() -> None:
-    """A draft model that was just made is in training mode."""
-    torch.manual_seed(2)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, initializer_range=0.2)).train()
-    model.transformer.h[0].eval()
-    training = [module.training for module in model.modules()]
-    assert model.config.resid_pdrop > 0
-    assert not capability_of(model).no_trees
-    assert [module.training for module in model.modules()] == training

@@ -1,7 +1,5 @@
 """EOS, lengths, seeds, streaming and invalid input of the decoder."""
 
-from typing import Any, ClassVar
-
 import pytest
 import torch
 from conftest import make_llama
@@ -11,12 +9,9 @@ from transformers import (
 )
 
 from draftsmith import as_custom_generate
-from draftsmith.decode.costs import PartClock, now
 from draftsmith.decode.decoder import SpeculativeDecoder
-from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies import BestFirst
 from draftsmith.decode.sequence import DecodeOutput, Round
-from draftsmith.decode.verification_rules import VerifyResult
 from draftsmith.errors import ConfigError
 from draftsmith.eval.forecast.expected_rounds import of_rounds
 from draftsmith.eval.journal import TextRecord
@@ -75,13 +70,6 @@ def test_stream_gives_the_tokens_in_order(decoder: SpeculativeDecoder) -> None:
     out = decoder.generate(PROMPT, temperature=0.8, on_tokens=on_tokens)
     assert seen == out.tokens
     assert rounds == out.rounds
-
-
-def test_the_drafter_state_does_not_leak_into_the_next_text(decoder: SpeculativeDecoder) -> None:
-    first = decoder.generate(PROMPT, temperature=1.0, seed=3)
-    decoder.generate([8] * 40, temperature=1.0, seed=9)
-    again = decoder.generate(PROMPT, temperature=1.0, seed=3)
-    assert [(r.drafted, r.accepted) for r in first.rounds] == [(r.drafted, r.accepted) for r in again.rounds]
 
 
 def test_numbers_of_a_decoded_text() -> None:
@@ -145,14 +133,6 @@ def test_tokens_that_the_target_does_not_have_are_refused(
         tiny_target.generate(torch.tensor([[64]]), max_new_tokens=2, custom_generate=own, pad_token_id=0)
 
 
-def test_the_error_for_a_damaged_target_says_so() -> None:
-    target = make_llama()
-    with torch.no_grad():
-        target.model.layers[1].mlp.down_proj.weight[3, 5] = torch.nan
-    with pytest.raises(ConfigError, match="returns NaN logits in float32: its weights are damaged, or overflow"):
-        SpeculativeDecoder(target)
-
-
 @pytest.mark.parametrize("temperature", [1e-8, 1e-30])
 def test_very_small_temperatures_write_the_greedy_text(
     tiny_target: LlamaForCausalLM, decoder: SpeculativeDecoder, temperature: float
@@ -165,96 +145,11 @@ def test_very_small_temperatures_write_the_greedy_text(
     assert tiny_target.generate(ids, max_new_tokens=20, **options)[0, len(PROMPT) :].tolist() == greedy[:20]
 
 
-def test_prefill_seconds_wait_for_the_drafters_pass(
-    tiny_target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On an accelerator passes are queued: the clock is read after all of them have finished."""
-    events: list[str] = []
-
-    class Slow(DraftModel):
-        def start(self, context: object) -> None:
-            super().start(context)
-            events.append("drafter has read the prompt")
-
-    def clock(device: torch.device) -> float:
-        assert device == tiny_target.device
-        events.append("clock")
-        return float(len(events))
-
-    monkeypatch.setattr("draftsmith.decode.decoder.now", clock)
-    out = SpeculativeDecoder(tiny_target, Slow(make_llama(1))).generate(PROMPT, max_new_tokens=4)
-    assert events == ["clock", "drafter has read the prompt", "clock"]
-    assert out.prefill_seconds == 2.0
-    waited: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    for device in (None, torch.device("cpu"), torch.device("cuda", 0)):
-        now(device)
-    assert waited == [torch.device("cuda", 0)]
-
-
-class _Event:
-    """An event on a device that computes what is queued when the outcome of a round is read; each takes a second."""
-
-    queued: ClassVar[list["_Event"]] = []
-    time: ClassVar[float] = 0.0
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-        self.at: float | None = None
-
-    def record(self, stream: object) -> None:
-        assert stream == "its stream"
-        _Event.queued.append(self)
-
-    def elapsed_time(self, end: "_Event") -> float:
-        assert self.at is not None, "not computed yet"
-        assert end.at is not None, "not computed yet"
-        return 1000 * (end.at - self.at)
-
-    @staticmethod
-    def read() -> None:
-        for event in _Event.queued:
-            _Event.time += 1.0
-            event.at = _Event.time
-        _Event.queued.clear()
-
-
-def test_times_of_a_round_do_not_wait(tiny_target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CUDA the drafting is timed by events, which are read after the outcome: the host never waits in between."""
-    decided = DecodeLoop._decided
-
-    def read(self: DecodeLoop, *arguments: Any) -> list[VerifyResult]:
-        results = decided(self, *arguments)
-        _Event.read()
-        return results
-
-    def refuse(device: torch.device) -> None:
-        raise AssertionError("the host waits for the device in a round")
-
-    monkeypatch.setattr(DecodeLoop, "_decided", read)
-    monkeypatch.setattr(torch.cuda, "Event", _Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
-    monkeypatch.setattr(torch.cuda, "current_stream", {torch.device("cuda", 1): "its stream"}.get)
-    monkeypatch.setattr("draftsmith.decode.loop.PartClock", lambda _, parts: PartClock(torch.device("cuda", 1), parts))
-    rounds = SpeculativeDecoder(tiny_target, DraftModel(make_llama(1))).generate(PROMPT, max_new_tokens=9).rounds
-    assert [record.draft_seconds for record in rounds] == [1.0] * len(rounds)
-    assert all(record.verify_seconds == pytest.approx(record.seconds - 1, abs=0.5) for record in rounds)
-
-
 def test_draft_lengths_out_of_range_are_refused(tiny_target: LlamaForCausalLM) -> None:
     with pytest.raises(ConfigError, match="draft_length=0; expected >= 1"):
         SpeculativeDecoder(tiny_target, DraftModel(make_llama(1)), draft_length=0)
     with pytest.raises(ConfigError, match="draft_length=4; expected at most 3"):
         SpeculativeDecoder(tiny_target, Medusa.from_target(tiny_target, num_heads=3), draft_length=4)
-
-
-@pytest.mark.parametrize("window", ["6", [6], True])
-def test_a_window_of_another_type_is_refused(window: object, tiny_target: LlamaForCausalLM) -> None:
-    """transformers validates the key only in configs of families with sliding layers."""
-    draft = make_llama(1)
-    draft.config.sliding_window = window
-    with pytest.raises(ConfigError, match=r"^sliding_window=.*; expected a number of tokens in the model's config"):
-        SpeculativeDecoder(tiny_target, DraftModel(draft)).generate([5, 6, 7], max_new_tokens=4)
 
 
 def test_other_attention_implementations_are_refused_before_they_run() -> None:
