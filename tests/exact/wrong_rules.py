@@ -80,7 +80,7 @@ def of_text(batch: DraftBatch, row: int) -> tuple[Draft, list[int]]:
     nodes = [node for node in range(len(batch)) if batch.valid_BN is None or bool(batch.valid_BN[row, node])]
     place = {ROOT: ROOT} | {node: number for number, node in enumerate(nodes)}
     tokens = tuple(int(batch.tokens_BN[row, node]) for node in nodes)
-    parents = tuple(place[batch.parents[node]] for node in nodes)
+    parents = tuple(place[batch.parents_of(row)[node]] for node in nodes)
     if not batch.drawn:
         return Draft(tokens, parents), nodes
     return forged(tokens, parents, [batch.q[node][row] for node in nodes]), nodes
