@@ -33,8 +33,8 @@ from draftsmith.heads.base import (
     unread,
 )
 from draftsmith.heads.hidden_states import require_layers
-from draftsmith.heads.layers import Attend, CachedAttention, Rope, ready, rotary, windows_of
-from draftsmith.heads.lm_head import DraftVocabulary, logits_head, weight_of
+from draftsmith.heads.layers import Attend, Rope, cached_attention, ready, rotary, windows_of
+from draftsmith.heads.lm_head import DraftVocabulary, copy_lm_head, logits_head, weight_of
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.read_positions import ReadPositions
 from draftsmith.heads.rows import Counts, Rows
@@ -64,6 +64,8 @@ class DraftNetwork(nn.Module, ABC):
         windows_of(config)  # refuses other kinds of layers
         self.rotary = rotary(config)
         self.vocabulary: DraftVocabulary | None = None
+        self.lm_head: nn.Linear | None = None
+        """An own lm_head; None: the target's is used."""
         self._shared: tuple[nn.Module, ...] = ()
 
     def attach(self, target: PreTrainedModel) -> None:
@@ -83,9 +85,16 @@ class DraftNetwork(nn.Module, ABC):
     def dtype(self) -> torch.dtype:
         return next(self.parameters()).dtype
 
-    @abstractmethod
+    def start_lm_head(self, target: PreTrainedModel, draft_vocabulary: list[int] | None) -> None:
+        """Copy the target's lm_head into the own one, or its rows of the draft vocabulary."""
+        assert self.lm_head is not None, "the network has an own lm_head"
+        chosen = copy_lm_head(target, [self.lm_head], draft_vocabulary)
+        if self.vocabulary is not None:
+            self.vocabulary = chosen
+
     def project(self, features_nF: Tensor) -> Tensor:
         """Return the target's features as a state [n, H]."""
+        return features_nF
 
     @abstractmethod
     def step(
@@ -96,13 +105,13 @@ class DraftNetwork(nn.Module, ABC):
         `read_Q`: return those of some tokens only; the others are attended to.
         """
 
-    @abstractmethod
     def head(self, states_nH: Tensor) -> Tensor:
         """Return logits [n, V] of states that `step` returned, or [n, D] over the draft vocabulary."""
+        return self.target_head(states_nH) if self.lm_head is None else self.lm_head(states_nH)
 
     def head_parameters(self) -> tuple[nn.Parameter, ...]:
         """Return the trainable parameters of `head`; none where it is the target's."""
-        return ()
+        return () if self.lm_head is None else tuple(self.lm_head.parameters())
 
     def full_head(self, states_nH: Tensor) -> Tensor:
         """Return logits [n, V] over the target's vocabulary, with or without a draft vocabulary."""
@@ -125,7 +134,7 @@ class DraftNetwork(nn.Module, ABC):
         """
         embeds_BTH = self.embed(input_ids)
         rope = self.rotary(embeds_BTH, position_ids)
-        attend = CachedAttention(past_key_values, attention_mask, getattr(self.config, "layer_types", None) or ())
+        attend = cached_attention(past_key_values, attention_mask, getattr(self.config, "layer_types", None) or ())
         states_BTH = self.step(embeds_BTH, features.to(self.dtype), rope, attend)
         if lasts is not None:
             states_BTH = states_BTH[torch.arange(len(lasts), device=lasts.device), lasts.on_device_B][:, None]
@@ -135,17 +144,27 @@ class DraftNetwork(nn.Module, ABC):
 Network = TypeVar("Network", bound=DraftNetwork)
 
 
+# Shapes: B rows, T positions, X places of the first step, n nodes, H hidden size.
+
+
 class NetworkDrafter(TrainableDrafter, Generic[Network]):
     """A drafter with a network, `body`, that reads features of the target's `layers`."""
 
     needs: Needs = Needs(hidden=True)
     block_types: ClassVar[ModuleTypes] = (LlamaMLP,)
+    regresses: ClassVar[bool] = False
+    """States predict the target's final hidden state."""
 
     def __init__(self, body: Network, layers: tuple[int, ...]) -> None:
         super().__init__()
         self.body = body
         self.needs = Needs(hidden=True, layers=layers)
         self.vocab_size, self.context_limit = body.config.vocab_size, context_limit(body.config)
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """Number of draft positions that are trained."""
 
     def attach(self, target: PreTrainedModel) -> None:
         require_layers(target, self.needs.layers)
@@ -154,6 +173,15 @@ class NetworkDrafter(TrainableDrafter, Generic[Network]):
     @property
     def draft_vocabulary(self) -> DraftVocabulary | None:
         return self.body.vocabulary
+
+    def choose_tokens(self, target: PreTrainedModel, tokens: list[int]) -> None:
+        self.body.start_lm_head(target, tokens)
+
+    def own_lm_heads(self) -> list[nn.Linear]:
+        return [] if self.body.lm_head is None else [self.body.lm_head] * self.steps
+
+    def drop(self, rows: list[int]) -> None:
+        self._runner.drop(rows)
 
     def feature_inputs(self, signals: TeacherSignals) -> Tensor:
         """Return the inputs [n, F] of the feature layer at trained positions, sampled."""
@@ -170,20 +198,51 @@ class NetworkDrafter(TrainableDrafter, Generic[Network]):
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments of `from_config` other than the network's config and the layers."""
 
+    def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
+        """Return the states of the training-time test: step k reads those of step k - 1, as in decoding."""
+        body, read = self.body, ReadPositions(signals, self.steps, signals.part)
+        assert signals.features_BTF is not None, "the drafter's needs name layers"
+        states_1XH = self._teacher_states(read.values(signals.features_BTF, read.first_X))
+        tokens = None if body.vocabulary is None else body.vocabulary.tokens_D
+        attend, unrolled = UnrolledAttention(read, windows_of(body.config)), []
+        for k in range(self.steps):
+            places_X = read.queries_N if k else read.first_X
+            embeds_1XH, states_1XH = self._inputs(k, read.tokens(places_X, k + 1), states_1XH)
+            rope = body.rotary(embeds_1XH, read.positions(places_X) + k)
+            states_1XH = body.step(embeds_1XH, states_1XH, rope, attend, None if k else read.among_N)
+            unrolled.append(
+                DraftStates(
+                    states_1XH[0],
+                    body.head,
+                    places_N=read.towards(k + 1),
+                    vocabulary_D=tokens,
+                    regresses=self.regresses,
+                    head_parameters=self._head_parameters(),
+                )
+            )
+        return unrolled
+
+    def _teacher_states(self, features_1XF: Tensor) -> Tensor:
+        """Return the target's features as states [1, X, H], which the first step reads."""
+        return self.body.project(features_1XF.to(self.body.dtype))
+
+    def _inputs(self, k: int, tokens_1X: Tensor, states_1XH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return embeddings and states that step k reads, from the true tokens and the states of the step before."""
+        return self.body.embed(tokens_1X), states_1XH
+
+    def _head_parameters(self) -> tuple[nn.Parameter, ...]:
+        """Return the trainable parameters between states and logits that belong to no module."""
+        return self.body.head_parameters()
+
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
         return cls(**{**config, "body": LlamaConfig(**config["body"]), "layers": tuple(config["layers"])})
-
-
-# Shapes: B rows, T positions, n nodes, H hidden size.
 
 
 class AutoregressiveDrafter(NetworkDrafter[Network]):
     """Runs its network step by step, on text and on draft trees."""
 
     training_options: ClassVar[tuple[str, ...]] = ("train_steps",)
-    regresses: ClassVar[bool] = False
-    """States predict the target's final hidden state."""
     divides_texts: ClassVar[bool] = False
     """Processes may share each text in training."""
 
@@ -192,6 +251,10 @@ class AutoregressiveDrafter(NetworkDrafter[Network]):
         if train_steps < 1:
             raise ConfigError.of("drafter.train_steps", train_steps, ">= 1")
         self.train_steps = train_steps
+
+    @property
+    def steps(self) -> int:
+        return self.train_steps
 
     def start(self, context: Context) -> None:
         super().start(context)
@@ -219,42 +282,11 @@ class AutoregressiveDrafter(NetworkDrafter[Network]):
     def rollback(self, slots: Sequence[list[int]]) -> None:
         self._runner.commit([[] for _ in slots])
 
-    def drop(self, rows: list[int]) -> None:
-        self._runner.drop(rows)
-
-    def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
-        """Return the states of the training-time test: step k reads those of step k - 1, as in decoding."""
-        body, read = self.body, ReadPositions(signals, self.train_steps, signals.part)
-        assert signals.features_BTF is not None, "the drafter's needs name layers"
-        states_1XH = self._teacher_states(read.values(signals.features_BTF, read.first_X))
-        tokens = None if body.vocabulary is None else body.vocabulary.tokens_D
-        attend, unrolled = UnrolledAttention(read, windows_of(body.config)), []
-        for k in range(self.train_steps):
-            places_X = read.queries_N if k else read.first_X
-            embeds_1XH = body.embed(read.tokens(places_X, k + 1))
-            rope = body.rotary(embeds_1XH, read.positions(places_X) + k)
-            states_1XH = body.step(embeds_1XH, states_1XH, rope, attend, None if k else read.among_N)
-            unrolled.append(
-                DraftStates(
-                    states_1XH[0],
-                    body.head,
-                    places_N=read.towards(k + 1),
-                    vocabulary_D=tokens,
-                    regresses=self.regresses,
-                    head_parameters=body.head_parameters(),
-                )
-            )
-        return unrolled
-
     def why_undivided(self) -> str | None:
         if not self.divides_texts:
             return super().why_undivided()
         windows = windows_of(self.body.config)
         return "a sliding window" if any(window is not None for window in windows) else None
-
-    def _teacher_states(self, features_1XF: Tensor) -> Tensor:
-        """Return the target's features as states [1, X, H], which the first step reads."""
-        return self.body.project(features_1XF.to(self.body.dtype))
 
     def options(self) -> dict[str, Any]:
         return {"train_steps": self.train_steps}

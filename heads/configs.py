@@ -292,7 +292,7 @@ DRAFTERS: dict[str, DrafterEntry] = {
     ),
     "peagle": DrafterEntry(
         ParallelEagleSection,
-        "peagle.ParallelEagle",
+        "eagle3.ParallelEagle",
         card_name="P-EAGLE drafter",
         exports={"vllm": "speculators.write_peagle_speculator", **CUSTOM_GENERATE},
     ),

@@ -11,165 +11,31 @@
 With `sample_from_anchor`, every position predicts the token after it: the anchor's d1, the last mask's d4.
 
 Chen et al. 2026 (DFlash), arXiv:2602.06036. With `markov_rank`, W2·W1[token before], or a gated or recurrent variant
-(`markov.py`), is added to the logits, so that q depends on the path; `confidence_head` predicts the probability that
+(`MarkovBias`), is added to the logits, so that q depends on the path; `confidence_head` predicts the probability that
 each token is accepted, which can end a draft.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.autoregressive import DraftNetwork, NetworkDrafter, NetworkOutput
+from draftsmith.heads.autoregressive import NetworkDrafter
 from draftsmith.heads.base import Context, DraftStates, FirstBatch, Level, TeacherSignals
-from draftsmith.heads.block_attention import AnchoredBlocks, CachedBlock, Windows
+from draftsmith.heads.block_network import AnchoredBlocks, DFlashNetwork, Kind, MarkovBias
+from draftsmith.heads.eagle3 import default_mask_token
 from draftsmith.heads.hidden_states import positions_like
-from draftsmith.heads.layers import Attend, Attention, Rope, layer_config, norm, turned
-from draftsmith.heads.lm_head import DraftVocabulary, scaled_weight, weight_of
-from draftsmith.heads.markov import Kind, MarkovBias
+from draftsmith.heads.layers import layer_config
+from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.model_config import text_config
-from draftsmith.heads.peagle import default_mask_token
 from draftsmith.heads.rows import Counts
 from draftsmith.heads.start import best_state, copied_share, final_states_of, silence, typical_sizes
 
 # Shapes: B rows, T positions, F size of the features, A anchors, b block size, K draft positions (b, or b - 1 where the
 # anchor's position predicts nothing), S keys, H hidden size, h heads, d head size, V vocabulary, D draft vocabulary.
-
-
-class BlockLayer(nn.Module):
-    """A Qwen3-like layer that attends to the features and to the block."""
-
-    def __init__(self, config: LlamaConfig, layer: int) -> None:
-        super().__init__()
-        self.self_attn = Attention(config, layer, qk_norm=True)
-        self.mlp = LlamaMLP(config)
-        self.input_layernorm, self.post_attention_layernorm = norm(config), norm(config)
-
-    def forward(self, x_BTH: Tensor, rope: Rope, attend: Attend, context_BKH: Tensor | None = None) -> Tensor:
-        """Run the layer on the block; `context_BKH`: features whose keys and values enter before the block's own."""
-        read_BTH, own = self.input_layernorm(x_BTH), None
-        if context_BKH is not None:
-            read_BTH, own = torch.cat([context_BKH, read_BTH], 1), slice(context_BKH.shape[1], None)
-        x_BTH = x_BTH + self.self_attn(read_BTH, rope, attend, own)
-        return x_BTH + self.mlp(self.post_attention_layernorm(x_BTH))
-
-    def context_keys(self, context_BTH: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        """Return rotated keys and values of the features, both [B, h, T, d]."""
-        k_BhTd, v_BhTd = self.self_attn.keys(context_BTH)
-        return turned(k_BhTd, rope), v_BhTd
-
-
-class DFlashNetwork(DraftNetwork):
-    """Layers on a block of an anchor and masks; the features enter as keys and values.
-
-    Args:
-        first: index in the block of the first position that predicts.
-        draft_vocab_size: number of rows of an own lm_head; None: the target's lm_head is used.
-    """
-
-    def __init__(
-        self, config: LlamaConfig, features: int, first: int, windows: Windows, draft_vocab_size: int | None
-    ) -> None:
-        super().__init__(config)
-        hidden = config.hidden_size
-        self.first, self.windows = first, windows
-        self.fc = nn.Linear(features * hidden, hidden, bias=False)
-        self.hidden_norm = norm(config)
-        self.layers = nn.ModuleList(BlockLayer(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = norm(config)
-        self.mask_embedding = nn.Parameter(torch.zeros(hidden))
-        self.lm_head = None if draft_vocab_size is None else nn.Linear(hidden, draft_vocab_size, bias=False)
-        if draft_vocab_size is not None and draft_vocab_size < config.vocab_size:
-            self.vocabulary = DraftVocabulary(config.vocab_size, draft_vocab_size)
-
-    @torch.no_grad()
-    def start_lm_head(self, target: PreTrainedModel, draft_vocabulary: list[int]) -> None:
-        """Copy the rows of these tokens from the target's lm_head, with the target's scale of logits."""
-        assert self.lm_head is not None
-        weight_DH = scaled_weight(target)
-        if self.vocabulary is not None:
-            self.vocabulary = DraftVocabulary.of(draft_vocabulary, weight_DH.shape[0]).to(self.lm_head.weight.device)
-            weight_DH = weight_DH[self.vocabulary.tokens_D.to(weight_DH.device)]
-        self.lm_head.weight.copy_(weight_DH)
-
-    def turn_masks(self, state_H: Tensor) -> None:
-        """Let the last layer's MLP add to the mask's embedding what makes it `state_H`, if no other layer adds any."""
-        layer = self.layers[-1]
-        assert isinstance(layer, BlockLayer)
-        mlp, read_H = layer.mlp, layer.post_attention_layernorm(self.mask_embedding)
-        inner_I = mlp.act_fn(mlp.gate_proj(read_H)) * mlp.up_proj(read_H)
-        mlp.down_proj.weight.copy_(torch.outer(state_H - self.mask_embedding, inner_I / inner_I.square().sum()))
-
-    def project(self, features_nF: Tensor) -> Tensor:
-        return self.hidden_norm(self.fc(features_nF))
-
-    def block(self, anchors_n: Tensor, size: int) -> Tensor:
-        """Return the input embeddings [n, b, H] of a block: each anchor, then masks."""
-        anchor_n1H = self.embed(anchors_n)[:, None]
-        return torch.cat([anchor_n1H, self.mask_embedding.expand(anchors_n.shape[0], size - 1, -1)], 1)
-
-    def context_keys(self, context_BTH: Tensor, rope: Rope) -> list[tuple[Tensor, Tensor]]:
-        """Return rotated keys and values of the projected features, for each layer."""
-        pairs = []
-        for layer in self.layers:
-            assert isinstance(layer, BlockLayer)
-            pairs.append(layer.context_keys(context_BTH, rope))
-        return pairs
-
-    def step(  # pyright: ignore[reportIncompatibleMethodOverride]  # blocks are returned whole
-        self, embeds_BTH: Tensor, states_BTH: Tensor | None, rope: Rope, attend: Attend
-    ) -> Tensor:
-        x_BTH = embeds_BTH
-        for layer in self.layers:
-            x_BTH = layer(x_BTH, rope, attend)
-        return self.norm(x_BTH)
-
-    def head(self, states_nH: Tensor) -> Tensor:
-        return self.target_head(states_nH) if self.lm_head is None else self.lm_head(states_nH)
-
-    def head_parameters(self) -> tuple[nn.Parameter, ...]:
-        return () if self.lm_head is None else tuple(self.lm_head.parameters())
-
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decoder looks for `lasts`
-        self,
-        input_ids: Tensor,
-        features: Tensor,
-        position_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool = True,
-    ) -> NetworkOutput:
-        """Store the keys and values of `features` [B, C, F], and predict the block of an anchor and masks after them.
-
-        `input_ids` [B, C + b]: only the anchor, after the C tokens of the features, is read.
-        """
-        context_BCH, count = self.project(features.to(self.dtype)), features.shape[1]
-        x_BbH = self.block(input_ids[:, count], input_ids.shape[1] - count)
-        rope = self.rotary(context_BCH, position_ids)
-        attend = CachedBlock(past_key_values, attention_mask, self.windows)
-        for layer in self.layers:
-            x_BbH = layer(x_BbH, rope, attend, context_BCH)
-        states_BKH = self.norm(x_BbH)[:, self.first :]
-        return NetworkOutput(self.head(states_BKH), states_BKH)
-
-
-@dataclass(frozen=True)
-class _Head:
-    """Map states [n, H + …] of an unrolled position to logits [n, D]; the last values are the bias's, see `latent`."""
-
-    body: DFlashNetwork
-    markov: MarkovBias | None
-
-    def __call__(self, states_nD: Tensor) -> Tensor:
-        logits_nD = self.body.head(states_nD[..., : self.body.config.hidden_size])
-        if self.markov is None:
-            return logits_nD
-        return logits_nD + self.markov.markov_w2(states_nD[..., -self.markov.markov_w2.in_features :])
 
 
 class DFlash(NetworkDrafter[DFlashNetwork]):
@@ -196,15 +62,16 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
     ) -> None:
         """See `from_target`; a `mask_token` is the one whose embedding the mask has, None for a trained embedding."""
         first, depth = 0 if sample_from_anchor else 1, body.num_hidden_layers
-        seen = Windows(tuple(windows or [None] * depth), causal_windows)
-        if len(seen.sizes) != depth or not all(size is None or (type(size) is int and size > 0) for size in seen.sizes):
+        seen = tuple(windows or [None] * depth)
+        if len(seen) != depth or not all(size is None or (type(size) is int and size > 0) for size in seen):
             raise ConfigError.of("windows", windows, f"a number of tokens or null for each of the {depth} layers")
-        super().__init__(DFlashNetwork(body, len(layers), first, seen, draft_vocab_size), layers)
+        sizes: dict[str, Any] = {"causal_windows": causal_windows, "draft_vocab_size": draft_vocab_size}
+        super().__init__(DFlashNetwork(body, len(layers), first, windows=seen, **sizes), layers)
         self.block_size, self.anchors, self.mask_token = block_size, anchors, mask_token
         self.body.mask_embedding.requires_grad_(mask_token is None)
         outputs = draft_vocab_size or body.vocab_size
-        sizes = (body.vocab_size, markov_rank, outputs, body.hidden_size)
-        self.markov = MarkovBias(*sizes, markov_type) if markov_rank else None
+        biased = (body.vocab_size, markov_rank, outputs, body.hidden_size, markov_type)
+        self.markov = MarkovBias(*biased) if markov_rank else None
         self.confidence = nn.Linear(body.hidden_size + markov_rank, 1) if confidence_head else None
         self.max_draft_length = block_size - first
 
@@ -258,15 +125,13 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             drafter.body.mask_embedding.copy_(drafter.body.embed(torch.tensor(token, device=place)))
         return drafter
 
-    def choose_tokens(self, target: PreTrainedModel, tokens: list[int]) -> None:
-        self.body.start_lm_head(target, tokens)
-
     def outside_layers(self) -> list[nn.Parameter]:
         others = [module for module in (self.markov, self.confidence) if module is not None]
         return [*super().outside_layers(), *(weight for module in others for weight in module.parameters())]
 
-    def own_lm_heads(self) -> list[nn.Linear]:
-        return [] if self.body.lm_head is None else [self.body.lm_head] * (self.block_size - self.body.first)
+    @property
+    def steps(self) -> int:
+        return self.block_size - self.body.first
 
     def feature_layer(self) -> nn.Linear:
         return self.body.fc
@@ -299,8 +164,8 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             "block_size": self.block_size,
             "anchors": self.anchors,
             "sample_from_anchor": self.body.first == 0,
-            "windows": list(self.body.windows.sizes) if any(self.body.windows.sizes) else None,
-            "causal_windows": self.body.windows.causal,
+            "windows": list(self.body.windows) if any(self.body.windows) else None,
+            "causal_windows": self.body.causal_windows,
             "draft_vocab_size": None if self.body.lm_head is None else self.body.lm_head.out_features,
             "markov_rank": 0 if self.markov is None else self.markov.markov_w1.embedding_dim,
             "markov_type": "vanilla" if self.markov is None else self.markov.kind,
@@ -373,9 +238,6 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         """Return logits [B, n, V] over the target's vocabulary."""
         return logits_BnD if self.body.vocabulary is None else self.body.vocabulary.expand(logits_BnD)
 
-    def drop(self, rows: list[int]) -> None:
-        self._runner.drop(rows)
-
     def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
         """Return states of blocks at random anchors; draft position k learns the target's p at anchor + k."""
         body, ids_BT, size = self.body, signals.input_ids_BT, self.block_size
@@ -391,12 +253,12 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         positions_BAb = positions_BA[..., None] + torch.arange(size, device=ids_BT.device)
         embeds_nbH = body.block(ids_BT.gather(1, chosen_BA).flatten(), size)
         embeds_BXH = embeds_nbH.view(B, -1, embeds_nbH.shape[-1])
-        attend = AnchoredBlocks(context, chosen_BA, size, documents_BT, body.windows)
+        attend = AnchoredBlocks(context, chosen_BA, size, documents_BT, body.windows, body.causal_windows)
         states_BXH = body.step(embeds_BXH, None, body.rotary(embeds_BXH, positions_BAb.flatten(1)), attend)
         states_BAbH = states_BXH.unflatten(1, (-1, size))
         tokens, unrolled = None if body.vocabulary is None else body.vocabulary.tokens_D, []
         carried: Tensor | None = None
-        for k in range(size - body.first):
+        for k in range(self.steps):
             places_BA = torch.where((anchors_BA >= 0) & (anchors_BA + k + 1 < T), anchors_BA + k, -1)
             if documents_BT is not None:
                 left_BA = documents_BT.gather(1, places_BA.clamp_min(0)) != documents_BT.gather(1, chosen_BA)
@@ -406,7 +268,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             unrolled.append(
                 DraftStates(
                     states_BAD,
-                    _Head(body, self.markov),
+                    self._logits_of,
                     places_BT=places_BA,
                     vocabulary_D=tokens,
                     confidence=None if self.confidence is None else self._confidence_logits,
@@ -423,6 +285,13 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         carried_nr = torch.zeros_like(embeds_nr) if carried_nr is None else carried_nr
         latent_nr, carried_nr = self.markov.latent(carried_nr, embeds_nr, states_nH)
         return torch.cat([states_nD, latent_nr], -1), carried_nr
+
+    def _logits_of(self, states_nD: Tensor) -> Tensor:
+        """Map states [n, H + …] of an unrolled position to logits [n, D]; the last values are the bias's latent."""
+        logits_nD = self.body.head(states_nD[..., : self.body.config.hidden_size])
+        if self.markov is None:
+            return logits_nD
+        return logits_nD + self.markov.markov_w2(states_nD[..., -self.markov.markov_w2.in_features :])
 
     def _confidence_logits(self, states_nD: Tensor) -> Tensor:
         """Return the logits [n] of the confidence head; it reads states and embeddings."""

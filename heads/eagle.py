@@ -30,9 +30,6 @@ class EagleNetwork(DraftNetwork):
             DecoderLayer(config, layer, norm_input=layer > 0) for layer in range(config.num_hidden_layers)
         )
 
-    def project(self, features_nF: Tensor) -> Tensor:
-        return features_nF
-
     def step(
         self, embeds_BTH: Tensor, states_BTH: Tensor, rope: Rope, attend: Attend, read_Q: Tensor | None = None
     ) -> Tensor:
@@ -41,9 +38,6 @@ class EagleNetwork(DraftNetwork):
         for layer in before:
             x_BTH = layer(x_BTH, rope, attend)
         return last(x_BTH, rope, attend, read_Q)
-
-    def head(self, states_nH: Tensor) -> Tensor:
-        return self.target_head(states_nH)
 
 
 class Eagle(AutoregressiveDrafter[EagleNetwork]):

@@ -19,9 +19,8 @@ from draftsmith.heads.autoregressive import DraftNetwork
 from draftsmith.heads.base import FINAL, Context, FirstBatch, ModuleTypes, Needs, TeacherSignals, unread
 from draftsmith.heads.layers import Attend, DecoderLayer, Rope, layer_config, norm
 from draftsmith.heads.lm_head import weight_of
-from draftsmith.heads.medusa import ResidualBlock
+from draftsmith.heads.medusa import LmHeads, Medusa, ResidualBlock, TokenHeads
 from draftsmith.heads.model_config import context_limit
-from draftsmith.heads.multi_head import LmHeads, TokenHeads, check_heads, target_sizes
 from draftsmith.heads.read_positions import ReadPositions
 from draftsmith.heads.rows import Rows
 from draftsmith.heads.start import silence
@@ -67,9 +66,6 @@ class PrefixNetwork(DraftNetwork):
         super().__init__(config)
         self.layer, self.norm = DecoderLayer(config, 0), norm(config)
 
-    def project(self, features_nF: Tensor) -> Tensor:
-        return features_nF
-
     def step(
         self, embeds_BTH: Tensor, states_BTH: Tensor, rope: Rope, attend: Attend, read_Q: Tensor | None = None
     ) -> Tensor:
@@ -85,14 +81,15 @@ class Hydra(TokenHeads):
 
     type: ClassVar[str] = "hydra"
     block_types: ClassVar[ModuleTypes] = (HydraHead, LlamaMLP)
+    stored: ClassVar[tuple[str, ...]] = (*Medusa.stored, "embedding_size", "original")
 
     def __init__(
         self,
         hidden_size: int,
         embedding_size: int,
         vocab_size: int,
-        num_heads: int,
-        num_layers: int,
+        num_heads: int = 4,
+        num_layers: int = 1,
         shared_lm_head: bool = False,
         draft_vocab_size: int | None = None,
         *,
@@ -115,28 +112,11 @@ class Hydra(TokenHeads):
         self._embeddings: tuple[nn.Module, ...] = ()
 
     @classmethod
-    def from_target(
-        cls,
-        target: PreTrainedModel,
-        *,
-        num_heads: int = 4,
-        num_layers: int = 1,
-        shared_lm_head: bool = False,
-        prefix_layer: bool = False,
-        original: bool = False,
-        draft_vocabulary: list[int] | None = None,
-    ) -> Self:
+    def from_target(cls, target: PreTrainedModel, *, prefix_layer: bool = False, **options: Any) -> Self:
         """Return heads with copies of the target's lm_head; their addition to the state is small at first."""
-        check_heads(num_heads, num_layers, context_limit(target.config))
-        hidden_size, vocab_size = target_sizes(target)
         width = weight_of(target.get_input_embeddings()).shape[1]
-        size = None if draft_vocabulary is None else len(draft_vocabulary)
         prefix = layer_config(target, 1) if prefix_layer else None
-        sizes = (hidden_size, width, vocab_size, num_heads, num_layers, shared_lm_head, size)
-        drafter = cls(*sizes, original=original, prefix=prefix)
-        drafter.lm_heads.copy_from(target, draft_vocabulary)
-        drafter.attach(target)
-        return drafter
+        return super().from_target(target, embedding_size=width, prefix=prefix, **options)
 
     def attach(self, target: PreTrainedModel) -> None:
         # Modules in a tuple are not registered: the target's embeddings are neither trained nor saved.
@@ -145,8 +125,7 @@ class Hydra(TokenHeads):
             self.prefix.attach(target)
 
     def config(self) -> dict[str, Any]:
-        keys = ("hidden_size", "embedding_size", "vocab_size", "num_heads", "num_layers", "shared_lm_head", "original")
-        return {**self.sizes(*keys), "prefix": None if self.prefix is None else self.prefix.config.to_diff_dict()}
+        return {**super().config(), "prefix": None if self.prefix is None else self.prefix.config.to_diff_dict()}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
@@ -193,9 +172,6 @@ class Hydra(TokenHeads):
         states_1XH = read.values(signals.hidden_BTH, read.first_X).to(self.dtype)
         rope = self.prefix.rotary(states_1XH, read.positions(read.first_X))
         return self.prefix.step(states_1XH, states_1XH, rope, UnrolledAttention(read, [None]), read.among_N)[0]
-
-    def first(self, hidden_nH: Tensor) -> Tensor:
-        return hidden_nH
 
     def advance(self, k: int, carried_nS: Tensor, tokens_n: Tensor) -> tuple[Tensor, Tensor]:
         carried_nS = torch.cat([carried_nS, self._embeddings[0](tokens_n).to(carried_nS.dtype)], -1)

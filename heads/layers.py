@@ -1,8 +1,8 @@
 """The decoder layer of drafter networks, and its attention in decoding."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +25,10 @@ Rope = tuple[Tensor, Tensor]
 """Cosines and sines of the rotary positions."""
 
 
-class Attend(Protocol):
-    """Attention of one layer: stores or reads keys and values and applies the mask."""
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Attention of one layer: (layer, queries, keys, values), each [B, h, T, d], to the output [B, h, T, d].
 
-    def __call__(self, layer: int, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor) -> Tensor:
-        """Return the attention output [B, h, T, d]; keys and values may have fewer heads than queries."""
-        ...
+It stores or reads keys and values, and applies the mask; keys and values may have fewer heads than queries."""
 
 
 def windows_of(config: PreTrainedConfig) -> list[int | None]:
@@ -49,22 +47,20 @@ def windows_of(config: PreTrainedConfig) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
-class CachedAttention:
-    """Attention in decoding, with a transformers cache.
+def cached_attention(cache: Any, masks: Tensor | Mapping[str, Tensor | None] | None, kinds: Sequence[str]) -> Attend:
+    """Return the attention of decoding, with a transformers cache.
 
     Args:
-        mask: bool [B, 1, T, S], or None for causal attention; a mapping has one for each type of layer.
+        masks: bool [B, 1, T, S], or None for causal attention; a mapping has one for each type of layer.
         kinds: the type of each layer.
     """
 
-    def __init__(self, cache: Any, mask: Tensor | Mapping[str, Tensor | None] | None, kinds: Sequence[str]) -> None:
-        self._cache, self._mask, self._kinds = cache, mask, kinds
+    def attend(layer: int, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor) -> Tensor:
+        k_BhSd, v_BhSd = cache.update(k_BhTd, v_BhTd, layer)
+        mask = masks[kinds[layer]] if isinstance(masks, Mapping) else masks
+        return attention(q_BhTd, k_BhSd, v_BhSd, mask, causal=mask is None and q_BhTd.shape[2] > 1)
 
-    def __call__(self, layer: int, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor) -> Tensor:
-        k_BhSd, v_BhSd = self._cache.update(k_BhTd, v_BhTd, layer)
-        mask = self._mask[self._kinds[layer]] if isinstance(self._mask, Mapping) else self._mask
-        causal = mask is None and q_BhTd.shape[2] > 1
-        return attention(q_BhTd, k_BhSd, v_BhSd, mask, causal)
+    return attend
 
 
 def attention(q_BhTd: Tensor, k_BhSd: Tensor, v_BhSd: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
@@ -163,6 +159,7 @@ class DecoderLayer(nn.Module):
     """Llama's decoder layer; `norm_input=False` omits the first norm, as in EAGLE-1. For the others see `Attention`.
 
     `read_Q`: the positions whose outputs [B, Q, H] are returned; all others have keys and values only. None: all.
+    `features_BCH`: not normed, their keys and values enter before those of all positions.
     """
 
     def __init__(
@@ -181,8 +178,18 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = norm(config, centred=centred) if norm_input else nn.Identity()
         self.post_attention_layernorm = norm(config, centred=centred)
 
-    def forward(self, x_BTH: Tensor, rope: Rope, attend: Attend, read_Q: Tensor | None = None) -> Tensor:
-        added_BTH = self.self_attn(self.input_layernorm(x_BTH), rope, attend, read_Q)
+    def forward(
+        self,
+        x_BTH: Tensor,
+        rope: Rope,
+        attend: Attend,
+        read_Q: Tensor | None = None,
+        features_BCH: Tensor | None = None,
+    ) -> Tensor:
+        read_BTH, own = self.input_layernorm(x_BTH), read_Q
+        if features_BCH is not None:
+            read_BTH, own = torch.cat([features_BCH, read_BTH], 1), slice(features_BCH.shape[1], None)
+        added_BTH = self.self_attn(read_BTH, rope, attend, own)
         x_BTH = (x_BTH if read_Q is None else x_BTH.index_select(1, read_Q)) + added_BTH
         return x_BTH + self.mlp(self.post_attention_layernorm(x_BTH))
 
@@ -190,21 +197,21 @@ class DecoderLayer(nn.Module):
 class RMSNorm(nn.RMSNorm):
     """RMSNorm with the gain cast to the input's dtype: torch fuses it for equal dtypes only, as under autocast."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
-
-
-class CentredRMSNorm(RMSNorm):
-    """RMSNorm whose gain is 1 + weight (Qwen3-Next, Qwen3.5)."""
+    centred: bool = False
+    """The gain is 1 + weight (Qwen3-Next, Qwen3.5)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        gain = (1 + self.weight.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
-        return nn.functional.rms_norm(x, self.normalized_shape, gain, self.eps)
+        gain = self.weight
+        if self.centred:
+            gain = 1 + gain.to(torch.promote_types(x.dtype, torch.float32))
+        return nn.functional.rms_norm(x, self.normalized_shape, gain.to(x.dtype), self.eps)
 
 
 def norm(config: LlamaConfig, size: int | None = None, *, centred: bool = False) -> RMSNorm:
     """Return a new RMSNorm over `size` values, by default the hidden size; `centred`: its gain is 1 + weight."""
-    return (CentredRMSNorm if centred else RMSNorm)(size or config.hidden_size, eps=config.rms_norm_eps)
+    made = RMSNorm(size or config.hidden_size, eps=config.rms_norm_eps)
+    made.centred = centred
+    return made
 
 
 @torch.no_grad()

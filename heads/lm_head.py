@@ -8,7 +8,7 @@ replaces the output of the lm_head with known numbers, and the model's logits sh
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -100,6 +100,26 @@ def scaled_weight(model: PreTrainedModel) -> Tensor:
     """Return the weight [V, H] of the lm_head times the model's scale of logits, to initialise other lm_heads with."""
     scale, weight_VH = logits_map(model).scale, weight_of(model.get_output_embeddings())
     return weight_VH if scale == 1 else weight_VH * scale
+
+
+@torch.no_grad()
+def copy_lm_head(
+    model: PreTrainedModel, heads: Sequence[nn.Linear], tokens: list[int] | None
+) -> "DraftVocabulary | None":
+    """Copy the model's lm_head into other ones, or its rows of `tokens`, whose draft vocabulary is returned.
+
+    With the model's scale of logits. Heads that read states of another size keep their weights.
+    """
+    weight_VH, vocabulary = scaled_weight(model), None
+    if tokens is not None:
+        vocabulary = DraftVocabulary.of(tokens, len(weight_VH)).to(heads[0].weight.device)
+        weight_VH = weight_VH[vocabulary.tokens_D.to(weight_VH.device)]
+    for head in heads:
+        if head.in_features == weight_VH.shape[1]:
+            head.weight.copy_(weight_VH)
+            if head.bias is not None:
+                nn.init.zeros_(head.bias)
+    return vocabulary
 
 
 _MEASURED: "WeakKeyDictionary[PreTrainedModel, LogitsMap]" = WeakKeyDictionary()

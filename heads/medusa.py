@@ -1,29 +1,173 @@
-"""Medusa heads: K small networks on the target's final hidden state; head k predicts the token k + 2 positions ahead.
+"""Medusa heads, and the base classes of drafters with several heads on the target's final hidden state.
 
     target's state at t ──▶ lm_head        ──▶ token t+1   (the target's own)
                         ├─▶ head 0: h + SiLU(W h) ──▶ linear ──▶ token t+2   (d1)
                         ├─▶ head 1        ──▶ token t+3   (d2)
                         └─▶ head k        ──▶ token t+k+2
 
-No head reads draft tokens, so each q depends on the state alone. Cai et al. 2024, arXiv:2401.10774. Medusa-1 keeps the
-target frozen; Medusa-2 also trains adapters on it (the recipe's section `cotrain`).
+No head of Medusa reads draft tokens, so each q depends on the state alone. Cai et al. 2024, arXiv:2401.10774. Medusa-1
+keeps the target frozen; Medusa-2 also trains adapters on it (the recipe's section `cotrain`).
+
+`HeadsDrafter`: states and lm_heads. `TokenHeads`: head k also reads the draft tokens before its own (Hydra, MLP
+speculator).
 """
 
+from abc import abstractmethod
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.heads.base import DraftStates, ModuleTypes, TeacherSignals
+from draftsmith.errors import ConfigError
+from draftsmith.heads.base import Context, DraftStates, Level, ModuleTypes, Needs, TeacherSignals, TrainableDrafter
+from draftsmith.heads.lm_head import DraftVocabulary, copy_lm_head, weight_of
 from draftsmith.heads.model_config import context_limit
-from draftsmith.heads.multi_head import (
-    HeadsDrafter,
-    LmHeads,
-    PathIndependentDrafter,
-    check_heads,
-    target_sizes,
-)
 from draftsmith.heads.read_positions import ReadPositions
+
+# Shapes: n nodes, B rows, T positions, H hidden size, S size of the carried state of a head, V vocabulary, D draft
+# vocabulary.
+
+
+class LmHeads(nn.Module):
+    """K lm_heads over the target's vocabulary or a draft vocabulary; with `shared` all use one matrix."""
+
+    def __init__(
+        self,
+        count: int,
+        hidden_size: int,
+        vocab_size: int,
+        draft_vocab_size: int | None,
+        shared: bool,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        rows = draft_vocab_size or vocab_size
+        self._matrices = 1 if shared else count
+        for k in range(self._matrices):  # tensors are named lm_heads.0.weight, lm_heads.1.weight, …, as in engines
+            self.add_module(str(k), nn.Linear(hidden_size, rows, bias=bias))
+        self.vocabulary = None if draft_vocab_size is None else DraftVocabulary(vocab_size, draft_vocab_size)
+
+    def copy_from(self, target: PreTrainedModel, draft_vocabulary: list[int] | None) -> None:
+        """Copy the target's lm_head, or its rows of the draft vocabulary, if these heads read states of its size."""
+        vocabulary = copy_lm_head(target, [self[k] for k in range(self._matrices)], draft_vocabulary)
+        self.vocabulary = self.vocabulary if vocabulary is None else vocabulary
+
+    def __getitem__(self, k: int) -> nn.Linear:
+        """Return the lm_head of draft position k: states [n, H] to logits [n, D]."""
+        head = self.get_submodule(str(min(k, self._matrices - 1)))
+        assert isinstance(head, nn.Linear)
+        return head
+
+    def full(self, k: int, states_nH: Tensor) -> Tensor:
+        """Return logits [n, V] over the target's vocabulary, for draft position k."""
+        logits_nD = self[k](states_nH)
+        return logits_nD if self.vocabulary is None else self.vocabulary.expand(logits_nD)
+
+
+class HeadsDrafter(TrainableDrafter):
+    """K heads on the target's final hidden state, with lm_heads of their own."""
+
+    needs: Needs = Needs(hidden=True)
+    lm_heads: LmHeads
+    num_heads: int
+    stored: ClassVar[tuple[str, ...]]
+    """Arguments of the constructor that are attributes, too; `config` stores them."""
+
+    @classmethod
+    def from_target(cls, target: PreTrainedModel, *, draft_vocabulary: list[int] | None = None, **options: Any) -> Self:
+        """Return new heads, whose lm_heads start as copies of the target's if they read states of the same size."""
+        vocab_size, hidden_size = weight_of(target.get_output_embeddings()).shape
+        size = None if draft_vocabulary is None else len(draft_vocabulary)
+        for key, limit in (("num_heads", context_limit(target.config)), ("num_layers", None)):
+            value = options.get(key, 1)
+            if value < 1 or (limit is not None and value >= limit):
+                below = "" if limit is None else f" and below the target's context of {limit}"
+                raise ConfigError.of(f"drafter.{key}", value, f">= 1{below}")
+        drafter = cls(hidden_size=hidden_size, vocab_size=vocab_size, draft_vocab_size=size, **options)
+        drafter.lm_heads.copy_from(target, draft_vocabulary)
+        drafter.attach(target)
+        return drafter
+
+    @property
+    def draft_vocabulary(self) -> DraftVocabulary | None:
+        return self.lm_heads.vocabulary
+
+    def choose_tokens(self, target: PreTrainedModel, tokens: list[int]) -> None:
+        self.lm_heads.copy_from(target, tokens)
+
+    def own_lm_heads(self) -> list[nn.Linear]:
+        return [self.lm_heads[k] for k in range(self.num_heads)]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.lm_heads[0].weight.dtype
+
+    def start(self, context: Context) -> None:
+        if context.hidden is None:
+            raise ConfigError(f"target provides no hidden states; expected a transformers model for {self.type} heads")
+        super().start(context)
+
+    def committed_states(self, rows: list[int]) -> Tensor:
+        """Return the states [B, H] after the second to last committed tokens; rows other than `rows` are undefined."""
+        assert self.context.hidden is not None, "checked by `start`"
+        return self.context.hidden.to(self.dtype)
+
+    def teacher_states(self, signals: TeacherSignals, read: ReadPositions) -> Tensor:
+        """Return the states [N, H] that `committed_states` returns in decoding, at the queries' places."""
+        return read.values(signals.hidden_BTH, read.queries_N)[0].to(self.dtype)
+
+    @abstractmethod
+    def trained_states(self, states_NH: Tensor, read: ReadPositions) -> list[Tensor]:
+        """Return the input [N, H] of each lm_head for the states that `teacher_states` returned."""
+
+    def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
+        read, vocabulary = ReadPositions(signals, self.num_heads), self.draft_vocabulary
+        tokens_D = None if vocabulary is None else vocabulary.tokens_D
+        return [
+            DraftStates(state_NH, self.lm_heads[k], places_N=read.towards(k + 1), vocabulary_D=tokens_D)
+            for k, state_NH in enumerate(self.trained_states(self.teacher_states(signals, read), read))
+        ]
+
+    def config(self) -> dict[str, Any]:
+        size = None if self.draft_vocabulary is None else len(self.draft_vocabulary)
+        return {**{key: getattr(self, key) for key in self.stored}, "draft_vocab_size": size}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        return cls(**config)
+
+
+class TokenHeads(HeadsDrafter):
+    """K heads; head k reads the carried state of head k - 1 and the token that was drafted after it."""
+
+    def first(self, hidden_nH: Tensor) -> Tensor:
+        """Return the carried state [n, S] of the states [n, H] after committed tokens, which head 0 reads."""
+        return hidden_nH
+
+    @abstractmethod
+    def advance(self, k: int, carried_nS: Tensor, tokens_n: Tensor) -> tuple[Tensor, Tensor]:
+        """Run head k on a carried state and the token after it: (its state [n, H], its carried state [n, S'])."""
+
+    def begin(self, rows: list[int]) -> Tensor:
+        self._carried_BnS = self.first(self.committed_states(rows))[:, None]
+        return self._logits(self.context.last_tokens_B1, 0)[:, 0]
+
+    def extend(self, level: Level) -> Tensor:
+        self._carried_BnS = level.of_parents(self._carried_BnS)
+        return self._logits(level.tokens_Bn, level.depth)
+
+    def _logits(self, tokens_Bn: Tensor, depth: int) -> Tensor:
+        """Run the head of this depth on nodes and return the logits [B, n, V] after them."""
+        state_BnH, self._carried_BnS = self.advance(depth, self._carried_BnS, tokens_Bn)
+        return self.lm_heads.full(depth, state_BnH)
+
+    def trained_states(self, states_NH: Tensor, read: ReadPositions) -> list[Tensor]:
+        carried_NS, states = self.first(states_NH), []
+        for k in range(self.num_heads):
+            state_NH, carried_NS = self.advance(k, carried_NS, read.tokens(read.queries_N, k + 1)[0])
+            states.append(state_NH)
+        return states
 
 
 class ResidualBlock(nn.Module):
@@ -40,18 +184,19 @@ class ResidualBlock(nn.Module):
         return x + self.activation(self.linear(x))
 
 
-class Medusa(HeadsDrafter, PathIndependentDrafter):
+class Medusa(HeadsDrafter):
     """K heads of residual blocks and an lm_head each; with `shared_lm_head` one lm_head for all."""
 
     type: ClassVar[str] = "medusa"
     block_types: ClassVar[ModuleTypes] = (ResidualBlock,)
+    stored: ClassVar[tuple[str, ...]] = ("hidden_size", "vocab_size", "num_heads", "num_layers", "shared_lm_head")
 
     def __init__(
         self,
         hidden_size: int,
         vocab_size: int,
-        num_heads: int,
-        num_layers: int,
+        num_heads: int = 3,
+        num_layers: int = 1,
         shared_lm_head: bool = False,
         draft_vocab_size: int | None = None,
     ) -> None:
@@ -64,38 +209,16 @@ class Medusa(HeadsDrafter, PathIndependentDrafter):
         )
         self.lm_heads = LmHeads(num_heads, hidden_size, vocab_size, draft_vocab_size, shared_lm_head)
 
-    @classmethod
-    def from_target(
-        cls,
-        target: PreTrainedModel,
-        *,
-        num_heads: int = 3,
-        num_layers: int = 1,
-        shared_lm_head: bool = False,
-        draft_vocabulary: list[int] | None = None,
-    ) -> Self:
-        """Return identity blocks and copies of the target's lm_head: every head starts with the target's prediction."""
-        check_heads(num_heads, num_layers, context_limit(target.config))
-        hidden_size, vocab_size = target_sizes(target)
-        size = None if draft_vocabulary is None else len(draft_vocabulary)
-        drafter = cls(hidden_size, vocab_size, num_heads, num_layers, shared_lm_head, size)
-        drafter.lm_heads.copy_from(target, draft_vocabulary)
-        return drafter
-
-    def config(self) -> dict[str, Any]:
-        return self.sizes("hidden_size", "vocab_size", "num_heads", "num_layers", "shared_lm_head")
-
     def begin(self, rows: list[int]) -> Tensor:
         self._hidden_B1H = self.committed_states(rows)[:, None]
-        return self.logits_at(0)
+        return self._logits_at(0)
 
-    def logits_at(self, depth: int) -> Tensor:
+    def extend(self, level: Level) -> Tensor:
+        return self._logits_at(level.depth)[:, None].expand(-1, level.tokens_Bn.shape[1], -1)
+
+    def _logits_at(self, depth: int) -> Tensor:
+        """Return the logits [B, V] after any node of this depth."""
         return self.lm_heads.full(depth, self.blocks[depth](self._hidden_B1H))[:, 0]
 
-    def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
-        read, tokens_D = ReadPositions(signals, self.num_heads), self.lm_heads.tokens_D
-        hidden_NH = self.teacher_states(signals, read)  # the heads may be in fp32, and the target in half precision
-        return [
-            DraftStates(block(hidden_NH), self.lm_heads[k], places_N=read.towards(k + 1), vocabulary_D=tokens_D)
-            for k, block in enumerate(self.blocks)
-        ]
+    def trained_states(self, states_NH: Tensor, read: ReadPositions) -> list[Tensor]:
+        return [block(states_NH) for block in self.blocks]

@@ -10,14 +10,12 @@ Wertheimer et al. 2024, arXiv:2404.19124.
 """
 
 import math
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from draftsmith.heads.base import ModuleTypes
-from draftsmith.heads.model_config import context_limit
-from draftsmith.heads.multi_head import LmHeads, TokenHeads, check_heads, target_sizes
+from draftsmith.heads.medusa import LmHeads, TokenHeads
 
 STATE_SHARE = 0.5
 """Share of the last state's variance that comes from the initial state (section 3)."""
@@ -66,13 +64,15 @@ class MlpSpeculator(TokenHeads):
 
     type: ClassVar[str] = "mlp_speculator"
     block_types: ClassVar[ModuleTypes] = (SpeculatorStep,)
+    stored: ClassVar[tuple[str, ...]] = ("hidden_size", "inner_size", "vocab_size", "num_heads", "tie_weights")
+    stored += ("fms", "scale_input")
 
     def __init__(
         self,
         hidden_size: int,
-        inner_size: int,
         vocab_size: int,
-        num_heads: int,
+        num_heads: int = 3,
+        inner_size: int | None = None,
         tie_weights: bool = True,
         draft_vocab_size: int | None = None,
         *,
@@ -80,6 +80,7 @@ class MlpSpeculator(TokenHeads):
         scale_input: bool = True,
     ) -> None:
         super().__init__()
+        inner_size = inner_size or hidden_size
         self.hidden_size, self.inner_size, self.vocab_size = hidden_size, inner_size, vocab_size
         self.num_heads, self.tie_weights, self.fms, self.scale_input = num_heads, tie_weights, fms, scale_input
         self.max_draft_length = num_heads
@@ -94,40 +95,6 @@ class MlpSpeculator(TokenHeads):
         )
         self.first_projection = nn.Linear(hidden_size, inner_size, bias=False) if fms and tie_weights else None
         self.lm_heads = LmHeads(num_heads, inner_size, vocab_size, draft_vocab_size, tie_weights)
-
-    @classmethod
-    def from_target(
-        cls,
-        target: PreTrainedModel,
-        *,
-        num_heads: int = 3,
-        inner_size: int | None = None,
-        tie_weights: bool = True,
-        fms: bool = False,
-        scale_input: bool = True,
-        draft_vocabulary: list[int] | None = None,
-    ) -> Self:
-        """Return random steps; at the target's width the lm_heads start as copies of the target's."""
-        check_heads(num_heads, 1, context_limit(target.config))
-        hidden_size, vocab_size = target_sizes(target)
-        size = None if draft_vocabulary is None else len(draft_vocabulary)
-        options = {"fms": fms, "scale_input": scale_input}
-        drafter = cls(hidden_size, inner_size or hidden_size, vocab_size, num_heads, tie_weights, size, **options)
-        if drafter.inner_size == hidden_size:
-            drafter.lm_heads.copy_from(target, draft_vocabulary)
-        elif draft_vocabulary is not None:
-            drafter.lm_heads.choose(draft_vocabulary, vocab_size)
-        return drafter
-
-    def choose_tokens(self, target: PreTrainedModel, tokens: list[int]) -> None:
-        if self.inner_size == self.hidden_size:
-            super().choose_tokens(target, tokens)
-        else:
-            self.lm_heads.choose(tokens, self.vocab_size)
-
-    def config(self) -> dict[str, Any]:
-        keys = ("hidden_size", "inner_size", "vocab_size", "num_heads", "tie_weights", "fms", "scale_input")
-        return self.sizes(*keys)
 
     def first(self, hidden_nH: Tensor) -> Tensor:
         return self.scale(hidden_nH) / math.sqrt(2) if self.scale_input else hidden_nH

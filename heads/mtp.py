@@ -86,9 +86,6 @@ class MtpNetwork(DraftNetwork):
         self.layers = nn.ModuleList(layers)
         self.final_layernorm = norm(config, centred=centred).requires_grad_(not target_norm)
 
-    def project(self, features_nF: Tensor) -> Tensor:
-        return features_nF
-
     def step(
         self, embeds_BTH: Tensor, states_BTH: Tensor, rope: Rope, attend: Attend, read_Q: Tensor | None = None
     ) -> Tensor:
@@ -101,9 +98,6 @@ class MtpNetwork(DraftNetwork):
         for layer in before:
             x_BTH = layer(x_BTH, rope, attend)
         return self.final_layernorm(last(x_BTH, rope, attend, read_Q))
-
-    def head(self, states_nH: Tensor) -> Tensor:
-        return self.target_head(states_nH)
 
 
 class Mtp(AutoregressiveDrafter[MtpNetwork]):

@@ -4,7 +4,6 @@ In fp64, in which the order of additions decides no token.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from conftest import make_llama
@@ -12,11 +11,10 @@ from conftest import make_llama
 from draftsmith.heads.base import FINAL, Drafter
 from draftsmith.heads.dflash import DFlash
 from draftsmith.heads.draft_model import DraftModel
-from draftsmith.heads.eagle3 import Eagle3
+from draftsmith.heads.eagle3 import Eagle3, ParallelEagle
 from draftsmith.heads.hydra import Hydra
 from draftsmith.heads.medusa import Medusa
 from draftsmith.heads.mtp import Mtp
-from draftsmith.heads.peagle import ParallelEagle
 
 PROMPTS = [[5, 9, 33, 2], [7], [40, 41, 42, 43, 44, 45, 46, 47, 48]]
 SETTINGS = {"max_new_tokens": 24, "eos_token_id": [1, 6, 19, 20]}
@@ -53,7 +51,7 @@ def peagle(target: torch.nn.Module) -> Drafter:
 def dflash(target: torch.nn.Module) -> Drafter:
     """A block drafter of 4 tokens, which see the last 2 features."""
     drafter = DFlash.from_target(target, block_size=4, layers=[1, FINAL], num_hidden_layers=1).double()
-    drafter.body.windows = replace(drafter.body.windows, sizes=(2,))
+    drafter.body.windows = (2,)
     return noisy(drafter)
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
+from draftsmith.heads.block_network import Kind
 from draftsmith.heads.dflash import DFlash
 from draftsmith.heads.formats.common import (
     SGLANG,
@@ -33,7 +34,6 @@ from draftsmith.heads.formats.published import LARGE, POSITIVE, Published
 from draftsmith.heads.formats.speculators import mask_token_of
 from draftsmith.heads.layers import windows_of
 from draftsmith.heads.lm_head import weight_of
-from draftsmith.heads.markov import Kind
 
 # Shapes: H hidden size, V vocabulary, D draft vocabulary.
 
@@ -210,7 +210,7 @@ def _flat_fields(source: Source[DFlash]) -> dict[str, Any]:
         source.require(drafter.markov is None, f"markov_rank={drafter.options()['markov_rank']}", f"0, or {otherwise}")
         source.require(drafter.confidence is None, "a confidence head", f"none, or {otherwise}")
     source.require(drafter.body.lm_head is None, "an lm_head of its own", f"the target's, or {otherwise}")
-    window = next((size for size in drafter.body.windows.sizes if size is not None), None)
+    window = next((size for size in drafter.body.windows if size is not None), None)
     source.require(window is None, f"a window of {window} tokens", f"full attention, or {otherwise}")
     layers = drafter.needs.layers
     source.require(min(layers) >= 1, "the final state among its features", f"layers, or {otherwise}")

@@ -8,11 +8,10 @@ import re
 import torch
 
 from draftsmith.heads.eagle import Eagle
-from draftsmith.heads.eagle3 import OPTIONS, Eagle3
+from draftsmith.heads.eagle3 import OPTIONS, Eagle3, ParallelEagle
 from draftsmith.heads.formats.common import Serving, Source, llama_fields, name_of, on_sglang
 from draftsmith.heads.formats.published import LAYER_IDS, POSITIVE, Published
 from draftsmith.heads.layers import windows_of
-from draftsmith.heads.peagle import ParallelEagle
 
 # Shapes: H hidden size, F size of the features, V target vocabulary, D draft vocabulary.
 

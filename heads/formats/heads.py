@@ -166,7 +166,7 @@ def read_fms(published: Published) -> MlpSpeculator:
         for name in ("emb.{}.weight", "head.{}.weight", "ln.{}.weight", "ln.{}.bias"):
             _drop_copies(published, [name.format(k) for k in range(steps)])
         _drop_copies(published, [f"proj.{k}.weight" for k in range(1, steps)])
-    drafter = MlpSpeculator(H, inner, V, steps, tied, fms=True, scale_input=scaled)
+    drafter = MlpSpeculator(H, V, steps, inner, tied, fms=True, scale_input=scaled)
     published.fill(drafter, lambda name: _of_fms(name, tied))
     return drafter
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import FINAL
 from draftsmith.heads.dflash import DFlash
-from draftsmith.heads.eagle3 import OPTIONS, Eagle3
+from draftsmith.heads.eagle3 import OPTIONS, Eagle3, ParallelEagle
 from draftsmith.heads.formats.common import (
     Serving,
     Source,
@@ -27,7 +27,6 @@ from draftsmith.heads.formats.published import Published
 from draftsmith.heads.layers import windows_of
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.mtp import Mtp
-from draftsmith.heads.peagle import ParallelEagle
 
 # Shapes: H hidden size, F size of the features, V vocabulary.
 
@@ -143,7 +142,7 @@ def write_dflash_speculator(source: Source[DFlash]) -> Serving:
     del tensors["mask_embedding"]
     _write(source, kind, architecture, config, tensors | embeddings, model_type="qwen3", **layer_changes)
     notes = [_ids_note(source), _anchor_note(anchored)]
-    if any(drafter.body.windows.sizes):
+    if any(drafter.body.windows):
         notes.append(
             "A window was trained from the anchor of a block. vLLM counts it from each position, so that position k "
             "of a block, counted from 0, sees k + 1 features fewer."
@@ -164,9 +163,9 @@ def _causality(source: Source[DFlash], kind: str) -> tuple[bool, dict[str, bool]
     vLLM 0.32 and 0.33 take the first of these that is there: `is_causal` of the layers; for DFlash the opposite of
     `sliding_window_non_causal`, both for all layers; otherwise only layers with a window are causal.
     """
-    windows = source.drafter.body.windows
-    sliding = [size is not None for size in windows.sizes]
-    causal = windows.causal and any(sliding)
+    body = source.drafter.body
+    sliding = [size is not None for size in body.windows]
+    causal = body.causal_windows and any(sliding)
     fits = kind == "dspark" or not causal or all(sliding)
     source.require(fits, "causal windows on some of its layers", "windows on all of them, or format=transformers")
     return not causal, {"is_causal": False} if kind == "dspark" and any(sliding) and not causal else {}
@@ -222,7 +221,7 @@ def _write(
     The config of the layers is the body's with `layer_changes`.
     """
     body, dtype = source.drafter.body.config, name_of(source.dtype)
-    windows = source.drafter.body.windows.sizes if isinstance(source.drafter, DFlash) else windows_of(body)
+    windows = source.drafter.body.windows if isinstance(source.drafter, DFlash) else windows_of(body)
     sizes = {size for size in windows if size is not None}
     source.require(len(sizes) < 2, f"windows of {sorted(sizes)} tokens", "one size, or format=transformers")
     if sizes:

@@ -19,7 +19,6 @@ from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import TrainableDrafter
-from draftsmith.heads.block_attention import Windows
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.heads.retrieval import Hybrid, SuffixRetrieval
 
@@ -53,8 +52,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash": ("dflash", {"block_size": 4}),
     "dflash from the anchor": ("dflash", {"block_size": 3, "sample_from_anchor": True}),
     "dflash, 32 tokens": ("dflash", {"block_size": 4, "draft_vocabulary": EVEN}),
-    "dflash in windows": ("dflash", {"block_size": 4, "blocks": Windows((3, None))}),
-    "dflash in a window, not causal": ("dflash", {"block_size": 4, "blocks": Windows((3, 2), causal=False)}),
+    "dflash in windows": ("dflash", {"block_size": 4, "blocks": ((3, None), True)}),
+    "dflash in a window, not causal": ("dflash", {"block_size": 4, "blocks": ((3, 2), False)}),
     "dspark": ("dflash", {"block_size": 4, "markov_rank": 3, "confidence_head": True}),
     "dspark, gated": ("dflash", {"block_size": 4, "markov_rank": 3, "markov_type": "gated", "confidence_head": True}),
     "dspark, recurrent": ("dflash", {"block_size": 4, "markov_rank": 3, "markov_type": "rnn", "confidence_head": True}),
@@ -99,7 +98,7 @@ def make(name: str, target: LlamaForCausalLM, noise: float = 0.1) -> TrainableDr
     if windows is not None:
         drafter.body.config.layer_types, drafter.body.config.sliding_window = windows, 3
     if blocks is not None:
-        drafter.body.windows = blocks
+        drafter.body.windows, drafter.body.causal_windows = blocks
     for parameter in drafter.parameters():
         parameter.data += noise * torch.randn_like(parameter)
     return drafter

@@ -15,10 +15,9 @@ from draftsmith.heads import unrolled_attention
 from draftsmith.heads.autoregressive import AutoregressiveDrafter, DraftNetwork
 from draftsmith.heads.base import TeacherSignals
 from draftsmith.heads.eagle import Hass
-from draftsmith.heads.eagle3 import Eagle3
+from draftsmith.heads.eagle3 import Eagle3, ParallelEagle
 from draftsmith.heads.layers import windows_of
 from draftsmith.heads.mtp import Mtp
-from draftsmith.heads.peagle import ParallelEagle
 
 T, STEPS = 7, 4
 WINDOWS = {"eagle3, window of 3": 3, "eagle3, window of 2 in one layer": 2, "peagle, window of 3": 3}

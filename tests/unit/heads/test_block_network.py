@@ -5,9 +5,9 @@ import torch
 from conftest import make_llama
 from torch import Tensor
 
-from draftsmith.heads import block_attention
+from draftsmith.heads import block_network
 from draftsmith.heads.base import TeacherSignals
-from draftsmith.heads.block_attention import AnchoredBlocks, Windows
+from draftsmith.heads.block_network import AnchoredBlocks
 from draftsmith.heads.dflash import DFlash
 
 B, A, BLOCK, T, HEADS, GROUPS, SIZE = 2, 5, 3, 9, 4, 2, 8
@@ -40,7 +40,7 @@ def plain(
 @pytest.mark.parametrize("queries", [1, 6, 512])
 @pytest.mark.parametrize("packed", [False, True])
 def test_blocks_attend_as_single_queries_do(queries: int, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_attention, "QUERIES", queries)
+    monkeypatch.setattr(block_network, "QUERIES", queries)
     torch.manual_seed(0)
     q = torch.randn(B, HEADS, A * BLOCK, SIZE, dtype=torch.float64, requires_grad=True)
     own = [torch.randn(B, GROUPS, A * BLOCK, SIZE, dtype=torch.float64, requires_grad=True) for _ in range(2)]
@@ -49,7 +49,7 @@ def test_blocks_attend_as_single_queries_do(queries: int, packed: bool, monkeypa
     documents = torch.tensor([[0] * 4 + [1] * 5, [0] * 7 + [1] * 2]) if packed else None
     leaves = [q, *own, *context]
     for (window, causal), expected in plain(q, (*context,), (*own,), anchors, documents).items():
-        attend = AnchoredBlocks([(*context,)], anchors, BLOCK, documents, Windows((window,), causal))
+        attend = AnchoredBlocks([(*context,)], anchors, BLOCK, documents, (window,), causal)
         ours = attend(0, q, *own)
         torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
         pairs = [torch.autograd.grad(out.sin().sum(), leaves, retain_graph=True) for out in (ours, expected)]
