@@ -18,7 +18,7 @@ from draftsmith.distill.load_target import LoadedTarget, load_target
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.heads import HEADS
-from draftsmith.heads.base import FirstBatch, TeacherSignals, TrainableDrafter
+from draftsmith.heads.base import TeacherSignals, TrainableDrafter
 from draftsmith.heads.lm_head import most_frequent
 from draftsmith.heads.start import fit_start, frequencies, input_sizes
 from draftsmith.train.recipe import load_recipe
@@ -91,7 +91,7 @@ def main() -> None:
             tokens_D = None if drafter.draft_vocabulary is None else drafter.draft_vocabulary.tokens_D
             constant, before = constant_loss(teacher, others, q_V, tokens_D), mean_loss(drafter, teacher, others)
             started = time.perf_counter()
-            fit_start(drafter.eval(), FirstBatch(first, q_V))
+            fit_start(drafter.eval(), first, q_V)
             sizes = [f"{size.total:.0f}" for size in input_sizes(drafter, first).values()]
             seconds, after = time.perf_counter() - started, mean_loss(drafter, teacher, others)
             print(

@@ -193,15 +193,6 @@ class TeacherSignals:
 
 
 @dataclass(frozen=True)
-class FirstBatch:
-    """The data from which an untrained drafter is started, see heads/start.py."""
-
-    signals: TeacherSignals
-    frequencies_V: Tensor
-    """Probability of each token in the responses; none is zero."""
-
-
-@dataclass(frozen=True)
 class DraftStates:
     """Teacher-forced states of a drafter for one draft position; logits are computed from them in chunks."""
 
@@ -387,10 +378,11 @@ class TrainableDrafter(Drafter, ABC):
         """Return the inputs [n, F] of the feature layer at trained positions, some of them."""
         raise NotImplementedError(f"{self.type} drafters have no feature layer")
 
-    def start_body(self, first: FirstBatch) -> None:
-        """Change the weights of an untrained drafter before its own lm_heads, see heads/start.py.
+    def start_body(self, signals: TeacherSignals, frequencies_V: Tensor) -> None:
+        """Change the weights of an untrained drafter before its own lm_heads, from a first batch, see heads/start.py.
 
         Where the lm_head is the target's, the drafter then predicts about as well as a constant distribution.
+        `frequencies_V`: the probability of each token in the responses; none is zero.
         """
 
     @abstractmethod

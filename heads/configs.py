@@ -39,12 +39,8 @@ class DraftModelSection(DrafterSection):
     """Build random weights from a transformers config with `model_type`; the vocabulary is the target's."""
     num_hidden_layers: Depth = 1
     """Number of layers."""
-    hidden_size: Count | None = None
-    """Width; by default the target's."""
     intermediate_size: Count | None = None
     """Width of the MLP; by default the target's."""
-    num_attention_heads: Count | None = None
-    """Number of attention heads; by default the target's."""
     init: Literal["random", "target_layers"] = "random"
     """'target_layers' copies the target's embeddings, lm_head, last norm and the layers that `keep` names."""
     keep: Literal["even", "first", "last"] | list[Whole] = "even"
@@ -116,14 +112,10 @@ class EagleSection(DrafterSection):
     """Maximum of the uniform noise on the target's states in training."""
 
 
-class HassSection(DrafterSection):
+class HassSection(EagleSection):
     type: Literal["hass"]
-    num_hidden_layers: Depth = 1
-    """Number of decoder layers."""
     train_steps: Depth = 3
     """Number of trained steps, each on the states of the last."""
-    noise: Annotated[Number, Field(ge=0)] = 0.1
-    """Maximum of the uniform noise on the target's states in training."""
 
 
 class Eagle3Section(VocabularyOption):

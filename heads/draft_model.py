@@ -16,7 +16,7 @@ arXiv:2404.16710).
 from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
 from dataclasses import replace
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -68,9 +68,7 @@ class DraftModel(TrainableDrafter):
         model: str | None = None,
         config: dict[str, Any] | None = None,
         num_hidden_layers: int = 1,
-        hidden_size: int | None = None,
         intermediate_size: int | None = None,
-        num_attention_heads: int | None = None,
         init: Literal["random", "target_layers"] = "random",
         keep: Literal["even", "first", "last"] | list[int] = "even",
         lora_rank: int | None = None,
@@ -81,12 +79,10 @@ class DraftModel(TrainableDrafter):
             model: a checkpoint to start from.
             config: a transformers config of a model to build with random weights.
             init: "target_layers" prunes the target: it copies embeddings, norms, lm_head and the layers that `keep`
-                names, and requires the target's widths.
+                names, and keeps the target's widths.
+            num_hidden_layers, intermediate_size: of a model with the target's architecture.
             lora_rank: train only adapters of this rank.
-
-        The other arguments are sizes of a model with the target's architecture.
         """
-        widths = _Widths(hidden_size, intermediate_size, num_attention_heads)
         if (model is not None) + (config is not None) + (init == "target_layers") > 1:
             raise ConfigError(
                 "drafter.model, drafter.config and drafter.init='target_layers'; expected at most one of them"
@@ -96,7 +92,7 @@ class DraftModel(TrainableDrafter):
         elif config is not None:
             draft = _from_scratch(config, target)
         else:
-            draft = _of_target(target, num_hidden_layers, widths, init, keep)
+            draft = _of_target(target, num_hidden_layers, intermediate_size, init, keep)
         if lora_rank is not None:
             check_lora(draft, "drafter", rank=lora_rank)
             add_lora(draft, rank=lora_rank)
@@ -186,14 +182,6 @@ class DraftModel(TrainableDrafter):
         return [DraftStates(states_BTD, logits_head(self.model), offset=0)]
 
 
-class _Widths(NamedTuple):
-    """Sizes of a draft model; None keeps the target's."""
-
-    hidden_size: int | None = None
-    intermediate_size: int | None = None
-    num_attention_heads: int | None = None
-
-
 def _pretrained(name: str, target: PreTrainedModel) -> PreTrainedModel:
     """Return the model of a checkpoint, with its padded vocabulary cut or extended to the target's size."""
     auto = AutoModelForSeq2SeqLM if target.config.is_encoder_decoder else AutoModelForCausalLM
@@ -266,9 +254,13 @@ def _from_scratch(values: dict[str, Any], target: PreTrainedModel) -> PreTrained
 
 
 def _of_target(
-    target: PreTrainedModel, num_hidden_layers: int, widths: _Widths, init: str, keep: str | list[int]
+    target: PreTrainedModel,
+    num_hidden_layers: int,
+    intermediate_size: int | None,
+    init: str,
+    keep: str | list[int],
 ) -> PreTrainedModel:
-    """Return a model of the target's architecture, with fewer layers and optionally other widths."""
+    """Return a model of the target's architecture, with fewer layers and optionally another width of the MLPs."""
     # Of a vision-language target, the language model.
     config = deepcopy(target.config if target.config.is_encoder_decoder else text_config(target))
     depth = getattr(config, "num_hidden_layers", None)
@@ -290,17 +282,17 @@ def _of_target(
     chosen = kept_layers(keep, num_hidden_layers, depth)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     try:
-        config = _resized(config, chosen, widths)
+        config = _resized(config, chosen, intermediate_size)
         model = _built(lambda kind: auto.from_config(config, dtype=torch.float32, attn_implementation=kind))
     except ConfigError:
         raise
     except Exception as error:  # architectures have conditions of their own, and errors without a common base class
         raise ConfigError(
-            f"drafter of layers {chosen} and sizes {tuple(widths)} cannot be built ({reason_of(error)}); expected "
-            "other layers or sizes, drafter.config or drafter.model"
+            f"drafter of layers {chosen} cannot be built ({reason_of(error)}); expected "
+            "other layers, drafter.config or drafter.model"
         ) from error
     if init == "target_layers":
-        if widths != _Widths():
+        if intermediate_size is not None:
             raise ConfigError("drafter.init='target_layers' keeps the target's widths; expected no other width")
         copy_layers(target, model, chosen)
     return model
@@ -317,9 +309,8 @@ def kept_layers(keep: str | list[int], count: int, depth: int) -> list[int]:
     return list(range(depth - count, depth))
 
 
-def _resized(config: PreTrainedConfig, layers: list[int], widths: _Widths) -> PreTrainedConfig:
-    """Return `config` with the number of these layers and the given widths; it is changed."""
-    hidden, intermediate, heads = widths
+def _resized(config: PreTrainedConfig, layers: list[int], intermediate_size: int | None) -> PreTrainedConfig:
+    """Return `config` with the number of these layers and the given width of MLPs; it is changed."""
     own = config.to_dict().get("per_layer_config") or {}  # Gemma 4: values of single layers
     if getattr(config, "num_kv_shared_layers", 0):
         config.num_kv_shared_layers = 0  # a few layers have keys of their own
@@ -333,20 +324,8 @@ def _resized(config: PreTrainedConfig, layers: list[int], widths: _Widths) -> Pr
         values = {name: value for name, value in config.to_dict().items() if name != "per_layer_config"}
         kept = {new: own[key] for new, old in enumerate(layers) for key in (old, str(old)) if key in own}
         config = type(config)(**{**values, "per_layer_config": kept})
-    if intermediate is not None:
-        config.intermediate_size = intermediate
-    if hidden is None and heads is None:
-        return config
-    config.hidden_size = hidden or config.hidden_size
-    config.num_attention_heads = heads or config.num_attention_heads
-    if config.hidden_size % config.num_attention_heads:
-        raise ConfigError.of(
-            "drafter.hidden_size", config.hidden_size, f"a multiple of {config.num_attention_heads} heads"
-        )
-    if hasattr(config, "num_key_value_heads"):
-        config.num_key_value_heads = config.num_attention_heads
-    if hasattr(config, "head_dim"):
-        config.head_dim = config.hidden_size // config.num_attention_heads
+    if intermediate_size is not None:
+        config.intermediate_size = intermediate_size
     return config
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from draftsmith.heads.autoregressive import AutoregressiveDrafter, DraftNetwork
-from draftsmith.heads.base import FINAL, FirstBatch
+from draftsmith.heads.base import FINAL, TeacherSignals
 from draftsmith.heads.layers import Attend, DecoderLayer, Rope, layer_config
 from draftsmith.heads.start import best_state, copied_share, final_states_of, silence
 
@@ -72,14 +72,14 @@ class Eagle(AutoregressiveDrafter[EagleNetwork]):
         return drafter
 
     @torch.no_grad()
-    def start_body(self, first: FirstBatch) -> None:
+    def start_body(self, signals: TeacherSignals, frequencies_V: Tensor) -> None:
         """Begin with the target's state, drawn towards the state that predicts the tokens' frequencies."""
-        body, hidden_nH = self.body, final_states_of(first.signals)
+        body, hidden_nH = self.body, final_states_of(signals)
         hidden, device = body.config.hidden_size, body.fc.weight.device
-        mean_H, state_H = hidden_nH.mean(0), best_state(body.target_head, first.frequencies_V, hidden)
+        mean_H, state_H = hidden_nH.mean(0), best_state(body.target_head, frequencies_V, hidden)
         # The next step reads the state of this one, so its distance from the mean counts as well.
         read = (hidden_nH, torch.stack([state_H, 2 * mean_H - state_H]))
-        share = min(copied_share(body.target_head(states_nH).float(), first.frequencies_V) for states_nH in read)
+        share = min(copied_share(body.target_head(states_nH).float(), frequencies_V) for states_nH in read)
         silence(body)
         body.fc.weight.zero_()
         body.fc.weight[:, hidden:] = share * torch.eye(hidden, device=device)

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import AutoregressiveDrafter, DraftNetwork, NetworkDrafter
-from draftsmith.heads.base import Context, FirstBatch, Level, unread
+from draftsmith.heads.base import Context, Level, TeacherSignals, unread
 from draftsmith.heads.layers import Attend, Attention, DecoderLayer, Rope, layer_config, norm
 from draftsmith.heads.lm_head import DraftVocabulary, weight_of
 from draftsmith.heads.model_config import text_config
@@ -171,8 +171,8 @@ class Eagle3(AutoregressiveDrafter[Eagle3Network]):
         return self.body.fc
 
     @torch.no_grad()
-    def start_body(self, first: FirstBatch) -> None:
-        self.body.start(self.feature_inputs(first.signals), final_states_of(first.signals))
+    def start_body(self, signals: TeacherSignals, frequencies_V: Tensor) -> None:
+        self.body.start(self.feature_inputs(signals), final_states_of(signals))
 
     def options(self) -> dict[str, Any]:
         return {**super().options(), **vocabulary_size(self), **self._options}
@@ -264,11 +264,11 @@ class ParallelEagle(NetworkDrafter[Eagle3Network]):
         return self.body.fc
 
     @torch.no_grad()
-    def start_body(self, first: FirstBatch) -> None:
+    def start_body(self, signals: TeacherSignals, frequencies_V: Tensor) -> None:
         """Begin as EAGLE-3; masks begin with the state of median features."""
         body = self.body
-        features_nF = self.feature_inputs(first.signals)
-        body.start(features_nF, final_states_of(first.signals))
+        features_nF = self.feature_inputs(signals)
+        body.start(features_nF, final_states_of(signals))
         median_F = features_nF.median(0).values
         self.mask_hidden.copy_(median_F if self.mask_before_fc else body.fc(median_F))
 

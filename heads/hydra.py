@@ -16,7 +16,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.heads.autoregressive import DraftNetwork
-from draftsmith.heads.base import FINAL, Context, FirstBatch, ModuleTypes, Needs, TeacherSignals, unread
+from draftsmith.heads.base import FINAL, Context, ModuleTypes, Needs, TeacherSignals, unread
 from draftsmith.heads.layers import Attend, DecoderLayer, Rope, layer_config, norm
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.medusa import LmHeads, Medusa, ResidualBlock, TokenHeads
@@ -133,7 +133,7 @@ class Hydra(TokenHeads):
         return cls(**{**config, "prefix": None if prefix is None else LlamaConfig(**prefix)})
 
     @torch.no_grad()
-    def start_body(self, first: FirstBatch) -> None:
+    def start_body(self, signals: TeacherSignals, frequencies_V: Tensor) -> None:
         """Begin as Medusa's heads do: what is added to the target's state starts at zero."""
         for head in self.heads:
             assert isinstance(head, HydraHead)

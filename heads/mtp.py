@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModel, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from draftsmith.heads.autoregressive import AutoregressiveDrafter, DraftNetwork
-from draftsmith.heads.base import FINAL, FirstBatch
+from draftsmith.heads.base import FINAL, TeacherSignals
 from draftsmith.heads.layers import Attend, DecoderLayer, Rope, layer_config, norm
 from draftsmith.heads.start import best_state, constant_reader, copied_share, final_states_of, silence
 
@@ -149,14 +149,14 @@ class Mtp(AutoregressiveDrafter[MtpNetwork]):
         return drafter
 
     @torch.no_grad()
-    def start_body(self, first: FirstBatch) -> None:
+    def start_body(self, signals: TeacherSignals, frequencies_V: Tensor) -> None:
         """Begin with the target's normed state, drawn towards the state that predicts the tokens' frequencies."""
         body = self.body
         hidden, device = body.config.hidden_size, body.input_proj.weight.device
-        state_H = best_state(body.target_head, first.frequencies_V, hidden)
+        state_H = best_state(body.target_head, frequencies_V, hidden)
         gain = state_H.square().mean().sqrt().clamp_min(1e-3)
-        normed_nH = body.hidden_layernorm(final_states_of(first.signals))
-        share = copied_share(body.target_head(gain * normed_nH).float(), first.frequencies_V)
+        normed_nH = body.hidden_layernorm(final_states_of(signals))
+        share = copied_share(body.target_head(gain * normed_nH).float(), frequencies_V)
         # The next step reads the state of this one, for which m.z should be 1, too.
         fed_back_nH = body.hidden_layernorm(state_H).expand(max(1, len(normed_nH) // 4), -1)
         silence(body)

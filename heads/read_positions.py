@@ -10,7 +10,7 @@ read, and those only up to the last query of the document:
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,8 +101,8 @@ class ReadPositions:
     def __init__(self, signals: TeacherSignals, steps: int, part: SequencePart | None = None) -> None:
         self._signals, self._part = signals, part
         ids_BT = signals.input_ids_BT
-        layout = _layout(*_on_host(_trained(signals, steps), signals.documents_BT))
-        keys, queries = (len(places) for places in (layout.keys_M, layout.queries_N))
+        places, runs, documents = _layout(*_on_host(_trained(signals, steps), signals.documents_BT))
+        keys, queries = len(places[0]), len(places[1])
         self.count, total = _rounded(keys), _rounded(queries)
         if keys != queries and self.count == total:  # so that the number of queries tells which they are
             self.count += MULTIPLE
@@ -110,21 +110,14 @@ class ReadPositions:
         if part is not None:
             own_keys, own = part.positions(self.count), part.positions(total)
         self._own_keys = own_keys.stop - own_keys.start
-        keys_M, queries_N, ends_N, among_N = (
-            _moved(places, size, ids_BT)
-            for places, size in (
-                (layout.keys_M, self.count),
-                (layout.queries_N, total),
-                (layout.ends_N, total),
-                (layout.among_N, total),
-            )
-        )
+        sizes = (self.count, total, total, total)
+        keys_M, queries_N, among_N, ends_N = (_moved(x, n, ids_BT) for x, n in zip(places, sizes, strict=True))
         self.queries_N, self._ends_N = queries_N[own], ends_N[own]
-        self.runs = list(_within(layout.runs, own))
+        self.runs = list(_within(runs, own))
         """Of the queries."""
         self.first_X = keys_M
         """Places of the first step: the keys, then with a part its queries too, which may lie among other keys."""
-        self.first_runs = list(_within(layout.documents, own_keys))
+        self.first_runs = list(_within(documents, own_keys))
         self.among_N: Tensor | None = None if keys == queries else among_N
         """Index of each query in `first_X`; None where these are the queries."""
         if part is not None:
@@ -194,21 +187,14 @@ def _on_host(trained_BT: Tensor, documents_BT: Tensor | None) -> tuple[Tensor, T
     return trained_BT, first_BT
 
 
-class _Layout(NamedTuple):
-    """The positions that are read, in host memory."""
+def _layout(
+    trained_BT: Tensor, first_BT: Tensor
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[DocumentSpan], list[DocumentSpan]]:
+    """Return the positions that are read, in host memory.
 
-    keys_M: Tensor
-    queries_N: Tensor
-    among_N: Tensor
-    """Index of each query among the keys."""
-    ends_N: Tensor
-    """The place after the last one of each query's document."""
-    runs: list[DocumentSpan]
-    documents: list[DocumentSpan]
-    """All keys, as queries."""
-
-
-def _layout(trained_BT: Tensor, first_BT: Tensor) -> _Layout:
+    Places of keys [M] and queries [N], for each query its index among the keys and the place after the last one of its
+    document; then the runs of queries, and all keys as queries.
+    """
     with unset_fake_temporarily():
         trained_P, first_P = trained_BT.flatten(), first_BT.flatten()
         document_P = first_P.cumsum(0) - 1
@@ -229,14 +215,8 @@ def _layout(trained_BT: Tensor, first_BT: Tensor) -> _Layout:
             DocumentSpan(slice(begin, end), slice(key_starts[document_N[begin]], int(among_N[end - 1]) + 1))
             for begin, end in zip(begins, [*begins[1:], len(queries_N)], strict=False)
         ]
-        return _Layout(
-            key_P.nonzero()[:, 0],
-            queries_N,
-            among_N,
-            ends_D[document_N],
-            runs,
-            [DocumentSpan(slice(start, end), slice(start, end)) for start, end in documents if start < end],
-        )
+        whole = [DocumentSpan(slice(start, end), slice(start, end)) for start, end in documents if start < end]
+        return (key_P.nonzero()[:, 0], queries_N, among_N, ends_D[document_N]), runs, whole
 
 
 def _within(runs: Sequence[DocumentSpan], own: slice) -> Iterator[DocumentSpan]:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, cast
 
 import torch
 from huggingface_hub import snapshot_download
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
@@ -217,14 +217,8 @@ IMPLEMENTATIONS = ("attn_implementation", "_attn_implementation", "experts_imple
 Text = Annotated[str, Field(max_length=4096)]
 
 
-class _Stored(BaseModel):
-    """Base of stored sections: unknown keys are ignored; known ones must have their type, without conversion."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
-
-
-class StoredTarget(_Stored):
-    """The target that a drafter was trained for, as written by `describe_target`."""
+class StoredTarget(BaseModel, frozen=True, strict=True, extra="ignore"):
+    """The target that a drafter was trained for, as written by `describe_target`; values are not converted."""
 
     name: Text
     revision: Text | None = None
@@ -237,7 +231,7 @@ class StoredTarget(_Stored):
     quality: dict[str, float] | None = None
 
 
-class StoredDrafter(_Stored):
+class StoredDrafter(BaseModel, frozen=True, strict=True, extra="ignore"):
     """The section `draftsmith` of a checkpoint's config.json."""
 
     format: Literal[1]

@@ -58,6 +58,8 @@ REMOVED = {
     "cotrain.ramp_fraction": 0.2,
     "drafter.lora_alpha": 16.0,
     "publish.when": "end",
+    "drafter.hidden_size": None,
+    "drafter.num_attention_heads": None,
 }
 """Keys of earlier versions, `section.key` or `drafter.key`, with the value that holds now. Recipes in runs, checkpoints
 and drafters may have them with this value alone."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from draftsmith.distill.teacher import Batch
-from draftsmith.heads.base import FirstBatch, TeacherSignals, TrainableDrafter
+from draftsmith.heads.base import TeacherSignals, TrainableDrafter
 from draftsmith.heads.start import fit_start, frequencies, input_sizes
 from draftsmith.train.data import TrainingData, token_counts
 from draftsmith.train.learning_rates import starts_trained
@@ -39,7 +39,7 @@ def start_drafter(
     torch.manual_seed(recipe.train.seed)  # block drafters draw the positions that they are trained at
     if not starts_trained(recipe):
         counts_V = token_counts(data.rows.select(range(data.trained)), teacher.lm_head.weight.shape[0])
-        fit_start(drafter, FirstBatch(signals, frequencies(counts_V).to(signals.hidden_BTH.device)))
+        fit_start(drafter, signals, frequencies(counts_V).to(signals.hidden_BTH.device))
     sizes = input_sizes(drafter, signals)
     drafter.train()
     return sizes

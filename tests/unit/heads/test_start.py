@@ -14,7 +14,7 @@ from draftsmith import SpeculativeDecoder
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.heads import HEADS
-from draftsmith.heads.base import FirstBatch, TeacherSignals, TrainableDrafter
+from draftsmith.heads.base import TeacherSignals, TrainableDrafter
 from draftsmith.heads.start import best_state, constant_reader, copied_share, fit_start, frequencies, typical_sizes
 
 STARTED = {
@@ -117,7 +117,7 @@ def test_no_worse_than_a_constant(family: str, target: str) -> None:
     torch.manual_seed(0)
     drafter = HEADS[kind].from_target(model, **options).eval()
     shapes = {name: value.shape for name, value in drafter.state_dict().items()}
-    fit_start(drafter, FirstBatch(signals_of(model, drafter, first_BT), frequencies(counts_V)))
+    fit_start(drafter, signals_of(model, drafter, first_BT), frequencies(counts_V))
     assert {name: value.shape for name, value in drafter.state_dict().items()} == shapes
     signals = signals_of(model, drafter, others_BT)
     losses = loss_by_position(drafter, signals, model)
@@ -133,7 +133,7 @@ def test_masks_of_one_state_do_not_hide_how_much_the_lm_head_varies(target: str)
     torch.manual_seed(0)
     drafter = HEADS["dflash"].from_target(model, block_size=4, draft_vocabulary=list(range(64))).eval()
     signals = signals_of(model, drafter, first_BT)
-    fit_start(drafter, FirstBatch(signals, frequencies(counts_V)))
+    fit_start(drafter, signals, frequencies(counts_V))
     states_nH = signals.hidden_BTH[signals.mask_BT]
     (head, *_) = drafter.own_lm_heads()
     assert copied_share(head(states_nH / typical_sizes(states_nH)), frequencies(counts_V)) > 0.9
