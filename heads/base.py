@@ -324,6 +324,11 @@ class TrainableDrafter(Drafter, ABC):
         """The tokens of its lm_head; None for the whole vocabulary, or where the lm_head is the target's."""
         return None
 
+    @property
+    def draft_vocab_size(self) -> int | None:
+        """Size of the draft vocabulary; None without one."""
+        return None if self.draft_vocabulary is None else len(self.draft_vocabulary)
+
     @classmethod
     @abstractmethod
     def from_target(cls, target: PreTrainedModel, *_: Any, **options: Any) -> Self:

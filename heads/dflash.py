@@ -86,19 +86,12 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         anchors: int = 64,
         mask_token: int | None = None,
         trained_mask: bool = False,
-        sample_from_anchor: bool = False,
         draft_vocabulary: list[int] | None = None,
-        markov_rank: int = 0,
-        markov_type: Kind = "vanilla",
-        confidence_head: bool = False,
+        **options: Any,
     ) -> Self:
-        """Return layers of the target's width.
+        """Return layers of the target's width; for the options see `DFlashSection`.
 
-        Args:
-            layers: layers of the target that are read; by default five, evenly spaced.
-            draft_vocabulary: tokens of an own lm_head, which starts as the target's; None: the target's is used.
-            mask_token: the token whose embedding masks have; by default the last one with an embedding.
-            trained_mask: train the mask's embedding, which some engines cannot read.
+        `draft_vocabulary`: tokens of an own lm_head, which starts as the target's; None: the target's is used.
         """
         if block_size < 2:
             raise ConfigError.of("drafter.block_size", block_size, ">= 2: the anchor and one draft token")
@@ -110,12 +103,9 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             layers=five_depths(target) if layers is None else tuple(layers),
             block_size=block_size,
             anchors=anchors,
-            sample_from_anchor=sample_from_anchor,
             draft_vocab_size=None if draft_vocabulary is None else len(draft_vocabulary),
-            markov_rank=markov_rank,
-            markov_type=markov_type,
-            confidence_head=confidence_head,
             mask_token=None if trained_mask else token,
+            **options,
         )
         drafter.attach(target)
         with torch.no_grad():

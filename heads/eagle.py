@@ -59,12 +59,9 @@ class Eagle(AutoregressiveDrafter[EagleNetwork]):
         self.noise = noise
 
     @classmethod
-    def from_target(
-        cls, target: PreTrainedModel, *, num_hidden_layers: int = 1, train_steps: int | None = None, noise: float = 0.1
-    ) -> Self:
+    def from_target(cls, target: PreTrainedModel, *, num_hidden_layers: int = 1, **options: Any) -> Self:
         """Return decoder layers of the target's width. At first fc passes the state through unchanged."""
-        config = layer_config(target, num_hidden_layers)
-        drafter = cls(config, noise=noise) if train_steps is None else cls(config, noise=noise, train_steps=train_steps)
+        drafter = cls(layer_config(target, num_hidden_layers), **options)
         drafter.attach(target)
         with torch.no_grad():
             hidden = drafter.body.config.hidden_size

@@ -152,14 +152,12 @@ class Eagle3(AutoregressiveDrafter[Eagle3Network]):
         intermediate_size: int | None = None,
         layers: list[int] | None = None,
         draft_vocabulary: list[int] | None = None,
-        train_steps: int = 7,
         **options: Any,
     ) -> Self:
         """Return layers of the target's width, initialised from the target, see `Eagle3Network.start_from_target`."""
         drafter = cls(
             layer_config(target, num_hidden_layers, intermediate_size=intermediate_size),
             layers=three_depths(target) if layers is None else tuple(layers),
-            train_steps=train_steps,
             draft_vocab_size=None if draft_vocabulary is None else len(draft_vocabulary),
             **options,
         )
@@ -175,12 +173,7 @@ class Eagle3(AutoregressiveDrafter[Eagle3Network]):
         self.body.start(self.feature_inputs(signals), final_states_of(signals))
 
     def options(self) -> dict[str, Any]:
-        return {**super().options(), **vocabulary_size(self), **self._options}
-
-
-def vocabulary_size(drafter: NetworkDrafter[Any]) -> dict[str, int | None]:
-    """Return the entry of a stored config for the size of the draft vocabulary."""
-    return {"draft_vocab_size": None if drafter.draft_vocabulary is None else len(drafter.draft_vocabulary)}
+        return {**super().options(), "draft_vocab_size": self.draft_vocab_size, **self._options}
 
 
 def three_depths(target: PreTrainedModel) -> tuple[int, ...]:
@@ -240,12 +233,7 @@ class ParallelEagle(NetworkDrafter[Eagle3Network]):
         mask_before_fc: bool = False,
         draft_vocabulary: list[int] | None = None,
     ) -> Self:
-        """Return layers of the target's width, initialised as EAGLE-3's.
-
-        Args:
-            mask_token: by default the target's last; it should be rare in texts.
-            mask_before_fc: the trained state of masks is an input of `fc`, as in speculators, and not its output.
-        """
+        """Return layers of the target's width, initialised as EAGLE-3's; for the options see `ParallelEagleSection`."""
         if num_tokens < 1:
             raise ConfigError.of("drafter.num_tokens", num_tokens, ">= 1")
         drafter = cls(
@@ -274,7 +262,7 @@ class ParallelEagle(NetworkDrafter[Eagle3Network]):
 
     def options(self) -> dict[str, Any]:
         sizes = {"num_tokens": self.num_tokens, "mask_token": self.mask_token, "mask_before_fc": self.mask_before_fc}
-        return {**sizes, **vocabulary_size(self), **self._options}
+        return {**sizes, "draft_vocab_size": self.draft_vocab_size, **self._options}
 
     def _mask_state(self) -> Tensor:
         """Return the state [H] of masks."""

@@ -130,8 +130,7 @@ class HeadsDrafter(TrainableDrafter):
         ]
 
     def config(self) -> dict[str, Any]:
-        size = None if self.draft_vocabulary is None else len(self.draft_vocabulary)
-        return {**{key: getattr(self, key) for key in self.stored}, "draft_vocab_size": size}
+        return {key: getattr(self, key) for key in (*self.stored, "draft_vocab_size")}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:

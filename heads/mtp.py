@@ -118,18 +118,18 @@ class Mtp(AutoregressiveDrafter[MtpNetwork]):
         *,
         init: Literal["random", "native"] = "random",
         num_hidden_layers: int = 1,
-        train_steps: int = 3,
+        **options: Any,
     ) -> Self:
         """Return a module of the target's width; `init="native"` loads the one of the target's own checkpoint."""
         if init == "native":
             from draftsmith.heads.formats.native_mtp import read_native
 
-            body, options, weights = read_native(target)
-            drafter = cls(body, train_steps=train_steps, layers=(FINAL,), **options)
+            body, own, weights = read_native(target)
+            drafter = cls(body, layers=(FINAL,), **own, **options)
             drafter.attach(target)
             drafter.body.load_state_dict(weights)
             return drafter
-        drafter = cls(layer_config(target, num_hidden_layers), train_steps=train_steps)
+        drafter = cls(layer_config(target, num_hidden_layers), **options)
         drafter.attach(target)
         with torch.no_grad():
             hidden = drafter.body.config.hidden_size

@@ -31,7 +31,7 @@ from draftsmith.heads.formats.common import (
     with_output_biases,
 )
 from draftsmith.heads.formats.published import LARGE, POSITIVE, Published
-from draftsmith.heads.formats.speculators import mask_token_of
+from draftsmith.heads.formats.speculators import block_tensors, mask_token_of
 from draftsmith.heads.layers import windows_of
 from draftsmith.heads.lm_head import weight_of
 
@@ -200,7 +200,7 @@ def write_dflash_for_sglang(source: Source[DFlash]) -> Serving:
         f"  --speculative-algorithm {algorithm} \\\n"
         f"  --speculative-draft-model-path {{folder}} --speculative-{size} {drafter.block_size} --enable-metrics"
     )
-    return on_sglang(source, [*_flat_notes(source, named), note], usage)
+    return on_sglang(source, [note], usage)
 
 
 def _flat_fields(source: Source[DFlash]) -> dict[str, Any]:
@@ -219,15 +219,6 @@ def _flat_fields(source: Source[DFlash]) -> dict[str, Any]:
     return {"target_layer_ids": [layer - 1 for layer in layers], "mask_token_id": mask_token}
 
 
-def _flat_notes(source: Source[DFlash], named: dict[str, Any]) -> list[str]:
-    """Return the notes on an export in a flat layout."""
-    ids, layers = named["target_layer_ids"], list(source.drafter.needs.layers)
-    return [
-        f"Layer ids count blocks from 0: {ids} here is {layers} in vLLM's layout.",
-        "The mask is the target's embedding of the token `mask_token_id`.",
-    ]
-
-
 def _write_flat(
     source: Source[DFlash], architecture: str, own: dict[str, Any], stored: dict[str, Tensor] | None = None
 ) -> None:
@@ -244,10 +235,7 @@ def _write_flat(
         torch_dtype=dtype,
         **own,
     )
-    renamed = {"body.": "", "markov.": "markov_head.", "confidence.": "confidence_head.proj."}
-    tensors = source.weights(drafter, lambda name: re.sub(r"^[a-z]+\.", lambda m: renamed[m[0]], name))
-    del tensors["mask_embedding"]
-    source.write(config, with_output_biases(tensors | (stored or {}), body))
+    source.write(config, with_output_biases(block_tensors(source) | (stored or {}), body))
 
 
 def _dspark_fields(drafter: DFlash) -> dict[str, Any]:

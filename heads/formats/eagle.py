@@ -104,7 +104,7 @@ def write_eagle3_for_sglang(source: Source[Eagle3]) -> Serving:
     for option in ("norm_before_residual", "norm_before_fc"):  # no such keys: SGLang would ignore them silently
         source.require(not options.get(option), f"{option}=True", f"false, or {OTHERS}")
     _write_midlayer(source)
-    notes = _eagle3_notes(source)
+    notes = []
     if options.get("fc_norm") or options.get("norm_output"):
         notes.append(
             "EAGLE-3.1's `fc_norm` and `norm_output` need an SGLang that reads them; older versions ignore them."
@@ -120,12 +120,11 @@ def _write_midlayer(source: Source[Eagle3]) -> None:
     source.require(count == 1, f"{count} layers", f"one layer, or {OTHERS}")
     source.require(min(drafter.needs.layers) >= 1, "the final state among its features", f"layers, or {OTHERS}")
     ids = [layer - 1 for layer in drafter.needs.layers]
-    dtype, vocabulary = name_of(source.dtype), drafter.draft_vocabulary
-    options = drafter.options()
+    dtype, options = name_of(source.dtype), drafter.options()
     config = llama_fields(
         body.config,
         architectures=["LlamaForCausalLMEagle3"],
-        draft_vocab_size=body.config.vocab_size if vocabulary is None else len(vocabulary),
+        draft_vocab_size=drafter.draft_vocab_size or body.config.vocab_size,
         target_hidden_size=source.text.hidden_size,
         fc_norm=options.get("fc_norm", False),
         norm_output=options.get("norm_output", False),
@@ -145,15 +144,3 @@ def _require_plain_layers(source: Source[Eagle] | Source[Eagle3], otherwise: str
     source.require(not source.drafter.options().get("qk_norm"), "qk_norm=True", f"false, or {otherwise}")
     window = next((size for size in windows_of(body) if size is not None), None)
     source.require(window is None, f"sliding_window={window}", f"full attention, or {otherwise}")
-
-
-def _eagle3_notes(source: Source[Eagle3]) -> list[str]:
-    """Return the notes on an export of EAGLE-3."""
-    ids = [layer - 1 for layer in source.drafter.needs.layers]
-    notes = [
-        f"Layer ids count blocks from 0: {ids} here is {list(source.drafter.needs.layers)} in vLLM's layout.",
-        "The layer is named `midlayer`: SGLang silently drops `layers.0`. Embeddings are the target's and are omitted.",
-    ]
-    if source.drafter.draft_vocabulary is not None:
-        notes.append("`d2t` holds offsets (token = row + d2t[row]), `t2d` is a mask of tokens.")
-    return notes

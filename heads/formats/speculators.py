@@ -71,32 +71,29 @@ def read_mtp(published: Published) -> Mtp:
 
 def write_eagle3_speculator(source: Source[Eagle3]) -> Serving:
     """Write EAGLE-3."""
-    body, vocabulary = source.drafter.body, source.drafter.draft_vocabulary
+    body = source.drafter.body
     options = _eagle3_options(source)
     config = {"eagle_aux_hidden_state_layer_ids": _layer_ids(source), **options}
-    config |= {"draft_vocab_size": body.config.vocab_size if vocabulary is None else len(vocabulary)}
+    config |= {"draft_vocab_size": source.drafter.draft_vocab_size or body.config.vocab_size}
     tensors = source.weights(body, lambda name: name.removeprefix("vocabulary."))
     _write(source, "eagle3", "Eagle3DraftModel", config, tensors)
-    return on_vllm(source, "eagle3", _eagle3_notes(source))
+    return on_vllm(source, "eagle3", [])
 
 
 def write_peagle_speculator(source: Source[ParallelEagle]) -> Serving:
     """Write P-EAGLE, whose stored `mask_hidden` is an input of fc; ours is an output without `mask_before_fc`."""
-    drafter, body, vocabulary = source.drafter, source.drafter.body, source.drafter.draft_vocabulary
+    drafter, body = source.drafter, source.drafter.body
     options = _eagle3_options(source)
     for option in ("norm_before_fc", "fc_norm", "norm_output"):  # vLLM does not read all of them for this type
         source.require(not options[option], f"{option}=True", "false, or format=transformers")
     config = {"eagle_aux_hidden_state_layer_ids": _layer_ids(source), **options, "mask_token_id": drafter.mask_token}
-    config |= {"draft_vocab_size": body.config.vocab_size if vocabulary is None else len(vocabulary)}
+    config |= {"draft_vocab_size": source.drafter.draft_vocab_size or body.config.vocab_size}
     tensors = source.weights(body, lambda name: name.removeprefix("vocabulary."))
-    solved = not drafter.mask_before_fc
-    mask_F = _before_fc(source, tensors["fc.weight"]) if solved else source.stored(drafter.mask_hidden)
+    given = drafter.mask_before_fc
+    mask_F = source.stored(drafter.mask_hidden) if given else _before_fc(source, tensors["fc.weight"])
     tensors["mask_hidden"] = mask_F[None, None]
     _write(source, "peagle", "PEagleDraftModel", config | {"embed_requires_grad": False}, tensors)
-    notes = _eagle3_notes(source)
-    if solved:
-        notes.append("`mask_hidden` is a feature vector that `fc` maps to the trained mask state, the shortest one.")
-    return on_vllm(source, "peagle", notes)
+    return on_vllm(source, "peagle", [])
 
 
 def _before_fc(source: Source[ParallelEagle], fc_HF: Tensor) -> Tensor:
@@ -130,18 +127,14 @@ def write_dflash_speculator(source: Source[DFlash]) -> Serving:
         "mask_token_id": mask_token,
         "sample_from_anchor": anchored,
         "sliding_window_non_causal": non_causal,
-        "draft_vocab_size": drafter.vocab_size if drafter.draft_vocabulary is None else len(drafter.draft_vocabulary),
+        "draft_vocab_size": drafter.draft_vocab_size or drafter.vocab_size,
     }
     if kind == "dspark":
         config |= {"markov_rank": rank, "markov_head_type": "vanilla", "enable_confidence_head": confident}
         config["confidence_head_with_markov"] = bool(confident and rank)
-    renamed = {"body.": "", "markov.": "markov_head.", "confidence.": "confidence_head.proj."}
-    tensors = source.weights(
-        drafter, lambda name: re.sub(r"^[a-z]+\.", lambda m: renamed[m[0]], name).removeprefix("vocabulary.")
-    )
-    del tensors["mask_embedding"]
-    _write(source, kind, architecture, config, tensors | embeddings, model_type="qwen3", **layer_changes)
-    notes = [_ids_note(source), _anchor_note(anchored)]
+    tensors = block_tensors(source) | embeddings
+    _write(source, kind, architecture, config, tensors, model_type="qwen3", **layer_changes)
+    notes = []
     if any(drafter.body.windows):
         notes.append(
             "A window was trained from the anchor of a block. vLLM counts it from each position, so that position k "
@@ -171,11 +164,14 @@ def _causality(source: Source[DFlash], kind: str) -> tuple[bool, dict[str, bool]
     return not causal, {"is_causal": False} if kind == "dspark" and any(sliding) and not causal else {}
 
 
-def _anchor_note(anchored: bool) -> str:
-    """Return the note on the position that predicts the first draft token."""
-    if anchored:
-        return "The anchor's position predicts the first draft token: `sample_from_anchor` is true."
-    return "The anchor's position predicts nothing: `sample_from_anchor` is false, for DSpark too."
+def block_tensors(source: Source[DFlash]) -> dict[str, Tensor]:
+    """Return the tensors of a block drafter, without the mask's embedding."""
+    renamed = {"body.": "", "markov.": "markov_head.", "confidence.": "confidence_head.proj."}
+    tensors = source.weights(
+        source.drafter, lambda name: re.sub(r"^[a-z]+\.", lambda m: renamed[m[0]], name).removeprefix("vocabulary.")
+    )
+    del tensors["mask_embedding"]
+    return tensors
 
 
 def mask_token_of(source: Source[DFlash]) -> tuple[int, dict[str, Tensor]]:
@@ -251,24 +247,3 @@ def _write(
     parts["lm_head.weight"] = source.target.get_output_embeddings()
     shared = {name: source.stored(weight_of(parts[name])) for name in source.drafter.shared_tensors}
     source.write({**common, **config}, with_output_biases(shared | tensors, body))
-
-
-def _ids_note(source: Source[Any]) -> str:
-    """Return the note on the numbers of layers."""
-    layers = list(source.drafter.needs.layers)
-    return f"Layer ids are transformers' `hidden_states[k]`: {layers}. SGLang calls them {[k - 1 for k in layers]}."
-
-
-def _eagle3_notes(source: Source[Eagle3] | Source[ParallelEagle]) -> list[str]:
-    """Return the notes on an export of EAGLE-3 or P-EAGLE."""
-    notes = [
-        _ids_note(source),
-        "`norm_before_residual` is written: vLLM assumes true where it is missing.",
-    ]
-    if not source.drafter.shared_tensors:
-        notes.append("Embeddings are the target's and are omitted; vLLM shares them.")
-    if source.drafter.draft_vocabulary is not None:
-        notes.append("`d2t` holds offsets (token = row + d2t[row]), `t2d` is a mask of tokens, not an index.")
-    if len(source.drafter.needs.layers) != 3:
-        notes.append("It does not read three layers: vLLM versions whose `fc` is fixed at three features reject it.")
-    return notes

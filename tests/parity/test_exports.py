@@ -178,12 +178,12 @@ def test_the_readme_says_how_to_start_it(tmp_path: Path, target: LlamaForCausalL
     plan = '{"method": "eagle3", "parallel_drafting": true, "draft_sample_method": "probabilistic", '
     plan += '"model": "peagle", "num_speculative_tokens": 3}'
     assert f"vllm serve org/target --speculative-config '{plan}'" in text
-    for words in ("at revision `abc`", "`norm_before_residual` is written", "Serve that target, not the original"):
+    for words in ("at revision `abc`", "Serve that target, not the original"):
         assert words in text
     assert made_of.adapted
     assert str(made_of.folder) in made_of.usage
     sglang = exported(made("eagle3", target), target, "sglang", tmp_path / "sglang")
-    for words in ("EAGLE3", "--speculative-num-steps 4", "--speculative-num-draft-tokens 5", "[1, 3, 4]"):
+    for words in ("EAGLE3", "--speculative-num-steps 4", "--speculative-num-draft-tokens 5"):
         assert words in (sglang.folder / "README.md").read_text()
     assert not sglang.adapted
 
