@@ -11,6 +11,7 @@ from conftest import make_llama
 import draftsmith.heads
 from draftsmith.heads import HEADS, TrainableDrafter
 from draftsmith.heads.configs import DRAFTERS, VocabularyOption
+from draftsmith.heads.eagle3 import OPTIONS
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
@@ -18,11 +19,11 @@ def test_entry_names_its_class_and_options(kind: str) -> None:
     entry, drafter = DRAFTERS[kind], HEADS[kind]
     assert drafter.type == kind
     assert getattr(draftsmith.heads, drafter.__name__) is drafter
+    makers = (drafter.__init__, *(kind.from_target for kind in drafter.__mro__ if hasattr(kind, "from_target")))
+    options = {name for maker in makers for name in inspect.signature(maker).parameters}
     keys = set(entry.section.model_fields) - {"type"}
-    options = inspect.signature(drafter.from_target).parameters
-    taken = set(options) - {"target", "draft_vocabulary"} | ({"draft_vocab_size"} & keys)
-    assert keys == taken if "options" not in taken else keys > taken - {"options"}
-    assert ("draft_vocabulary" in options) == issubclass(entry.section, VocabularyOption)
+    assert keys - {"draft_vocab_size"} <= options | ({*OPTIONS, "qk_norm"} if kind == "eagle3" else set())
+    assert ("draft_vocab_size" in options) == issubclass(entry.section, VocabularyOption)
 
 
 WITH_VOCABULARY = [kind for kind, entry in DRAFTERS.items() if issubclass(entry.section, VocabularyOption)]

@@ -29,26 +29,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "draft_model of another kind": ("draft_model", {"config": {"model_type": "gpt2", "n_embd": 16, "n_head": 2}}),
     "draft_model with lora": ("draft_model", {"init": "target_layers", "num_hidden_layers": 2, "lora_rank": 2}),
     "medusa": ("medusa", {}),
-    "medusa, one lm_head": ("medusa", {"shared_lm_head": True, "num_layers": 2}),
-    "medusa, 32 tokens": ("medusa", {"draft_vocabulary": EVEN}),
+    "medusa, 32 tokens": ("medusa", {"draft_vocabulary": EVEN, "shared_lm_head": True, "num_layers": 2}),
     "hydra": ("hydra", {"num_layers": 2}),
     "hydra, 32 tokens": ("hydra", {"draft_vocabulary": EVEN, "shared_lm_head": True}),
     "hydra++": ("hydra", {"prefix_layer": True, "num_layers": 3, "original": True}),
     "mlp_speculator": ("mlp_speculator", {}),
     "mlp_speculator, fms": ("mlp_speculator", {"fms": True, "scale_input": False}),
-    "mlp_speculator, narrow": ("mlp_speculator", {"inner_size": 16, "draft_vocabulary": EVEN}),
-    "mlp_speculator, untied": ("mlp_speculator", {"tie_weights": False}),
+    "mlp_speculator, narrow": ("mlp_speculator", {"inner_size": 16, "draft_vocabulary": EVEN, "tie_weights": False}),
     "eagle": ("eagle", {"train_steps": 3}),
     "hass": ("hass", {"num_hidden_layers": 2}),
     "eagle3": ("eagle3", {}),
     "eagle3, 32 tokens": ("eagle3", {"draft_vocabulary": EVEN, "num_hidden_layers": 2}),
-    "eagle3.1": ("eagle3", {"fc_norm": True, "norm_output": True, "layers": [1, 4]}),
-    "eagle3, norms of heads": ("eagle3", {"qk_norm": True, "num_hidden_layers": 2}),
+    "eagle3.1": ("eagle3", {"fc_norm": True, "norm_output": True, "layers": [1, 4], "qk_norm": True}),
     "eagle3 in windows": ("eagle3", {"num_hidden_layers": 2, "windows": ["sliding_attention", "full_attention"]}),
-    "eagle3 in a window": ("eagle3", {"windows": ["sliding_attention"]}),
     "mtp": ("mtp", {}),
-    "peagle": ("peagle", {"num_tokens": 3}),
-    "peagle, 32 tokens": ("peagle", {"draft_vocabulary": EVEN}),
+    "peagle": ("peagle", {"num_tokens": 3, "draft_vocabulary": EVEN}),
     "dflash": ("dflash", {"block_size": 4}),
     "dflash from the anchor": ("dflash", {"block_size": 3, "sample_from_anchor": True}),
     "dflash, 32 tokens": ("dflash", {"block_size": 4, "draft_vocabulary": EVEN}),
@@ -213,9 +208,7 @@ def save(drafter: TrainableDrafter, folder: Path, target: LlamaForCausalLM, toke
     return folder
 
 
-@pytest.mark.parametrize(
-    "name", ["draft_model pruned", "hydra++", "eagle", "hass", "eagle3", "mtp", "peagle", "dflash"]
-)
+@pytest.mark.parametrize("name", ["draft_model pruned", "hydra++", "eagle3", "dflash"])
 def test_rotary_frequencies_are_not_rounded(name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     drafter, target = make(name, target_model()), target_model().bfloat16()
     again = load_drafter(save(drafter, tmp_path / "d", target, tiny_tokenizer), target, tiny_tokenizer)
@@ -256,7 +249,7 @@ def test_nothing_of_the_target_is_saved_or_trained(tmp_path: Path, tiny_tokenize
         assert not any("embed_tokens" in key for key in files)
 
 
-@pytest.mark.parametrize("name", ["medusa, 32 tokens", "eagle3, 32 tokens", "mlp_speculator, narrow"])
+@pytest.mark.parametrize("name", ["medusa, 32 tokens", "eagle3, 32 tokens"])
 def test_a_stale_draft_vocabulary_is_refused(
     name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -271,16 +264,6 @@ def test_a_stale_draft_vocabulary_is_refused(
         load_drafter(folder, target)
     save_file({**shifted, t2d: tensors[t2d].roll(1)}, folder / "model.safetensors")
     with pytest.raises(ConfigError, match="the map is stale"):
-        load_drafter(folder, target)
-
-
-@pytest.mark.parametrize("name", ["draft_model", "medusa"])
-def test_a_truncated_file_is_refused(name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    target = target_model()
-    folder = save(make(name, target), tmp_path / "d", target, tiny_tokenizer)
-    whole = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ConfigError, match="cannot be read"):
         load_drafter(folder, target)
 
 
@@ -347,11 +330,6 @@ def test_heads_of_an_encoder_decoder_target(kind: str) -> None:
         assert out.tokens == own.tokens
     with pytest.raises(ConfigError, match="expected a decoder-only target"):
         OnlineTeacher(target, HEADS["eagle3"].from_target(target).needs.layers)
-
-
-def test_too_shallow_a_target_is_refused() -> None:
-    with pytest.raises(ConfigError, match="target has 2 layers; expected at least 4"):
-        HEADS["eagle3"].from_target(make_llama())
 
 
 def test_mtp_starts_from_the_module_that_the_target_brings(tmp_path: Path) -> None:

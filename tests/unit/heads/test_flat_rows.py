@@ -7,18 +7,15 @@ import pytest
 import torch
 from conftest import make_llama
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, PreTrainedModel, T5Config, T5ForConditionalGeneration
 from unit.heads.test_packing import LEAKING, PACKABLE, small
 
 from draftsmith.distill.teacher import Batch, OnlineTeacher, measure_flat_rows
 from draftsmith.heads.base import FINAL
 from draftsmith.heads.draft_model import DraftModel
-from draftsmith.heads.flat_rows import MULTIPLE, NAME, flat_rows, read_flat, reading_rows, recompute_activations
+from draftsmith.heads.flat_rows import NAME, flat_rows, read_flat, reading_rows, recompute_activations
 from draftsmith.heads.hidden_states import document_numbers, final_states
-from draftsmith.train.bootstrap import compile_drafter
 from draftsmith.train.fake_run import Operations
 
 LENGTHS = [[9, 1, 12], [16, 3], [12], [40]]
@@ -116,89 +113,18 @@ def test_features_are_in_rows(packed: bool) -> None:
         torch.testing.assert_close(ours[kept_BT], theirs[kept_BT], rtol=1e-5, atol=1e-6)  # norms compute in fp32
 
 
-class Pairs(TorchFunctionMode):
-    """Counts pairs of queries and keys, over all rows and heads, and the calls; records whether heads are expanded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count, self.calls, self.heads = 0, 0, set()
-
-    def __torch_function__(self, function: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
-        if function is scaled_dot_product_attention:
-            query, key = arguments[:2]
-            self.count += query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
-            self.calls += 1
-            self.heads.add(key.shape[1])
-        return function(*arguments, **(options or {}))
-
-
-def test_attention_is_the_sum_over_documents() -> None:
+def test_padding_and_other_documents_cost_nothing() -> None:
     model = double("llama")
     measure_flat_rows(model)
     ids_BT, seen_BT, documents_BT = batch()
-    documents = [length for row in LENGTHS for length in row]
     with torch.no_grad():
-        for given, lengths in ((documents_BT, documents), (None, [sum(row) for row in LENGTHS])):
-            with Pairs() as pairs:
-                final_states(model, ids_BT, seen_BT, documents_BT=given)
-            layers, heads = 2, 4
-            assert pairs.count == layers * heads * sum(length**2 for length in lengths)
-            assert pairs.calls == layers * len(set(lengths)), "texts of equal length are attended in one call"
-            assert pairs.heads == {2}, "shared key heads are not expanded"
         with Operations() as flat:
             final_states(model, ids_BT, seen_BT, documents_BT=documents_BT)
         with reading_rows(model), Operations() as dense:
             final_states(model, ids_BT, seen_BT, documents_BT=documents_BT)
     # 93 tokens, filled up to 128 positions, instead of 256; attention counts its texts only.
     assert flat.total < dense.total * 128 / 256
-
-
-class AttentionGradients(TorchDispatchMode):
-    """Records the dtypes in which gradients of attention are computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: set[torch.dtype] = set()
-
-    def __torch_dispatch__(self, operation: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
-        if operation is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
-            self.dtypes.add(arguments[0].dtype)
-        return operation(*arguments, **(options or {}))
-
-
-def test_gradients_in_bf16_are_computed_in_float32_on_a_cpu() -> None:
-    """The kernel for bf16 takes longer, and memory for each length."""
-    model = make_llama().requires_grad_(True)
-    ids_BT, seen_BT, _ = batch()
-    measure_flat_rows(model)
-    exact = gradients(model, final_states(model, ids_BT, seen_BT)[seen_BT.bool()])
-    with torch.autocast("cpu", torch.bfloat16):
-        states_NH = final_states(model, ids_BT, seen_BT)[seen_BT.bool()]
-    with AttentionGradients() as used:
-        found = gradients(model, states_NH)
-    assert used.dtypes == {torch.float32}
-    for one, other in zip(found, exact, strict=True):
-        assert (one - other).norm() < 0.05 * other.norm()
-
-
-def test_what_is_read_flat() -> None:
-    model = double("llama")
-    ids_BT, seen_BT, documents_BT = batch()
-    assert flat_rows(model, seen_BT, documents_BT) is None, "not measured"
-    measure_flat_rows(model)
-    flat = flat_rows(model, seen_BT, documents_BT)
-    assert flat is not None
-    assert flat.groups == [(40, 1), (16, 1), (12, 2), (9, 1), (3, 1), (1, 1)]
-    assert (flat.width, flat.width % MULTIPLE) == (128, 0)
-    inputs = flat.arguments(ids_BT)
-    assert inputs["position_ids"][0, :60].tolist() == [*range(40), *range(16), *range(4)]
-    assert not inputs["position_ids"][0, 93:].any(), "padding needs no more learned positions than the texts"
     assert flat_rows(model, torch.ones(2, 50), None) is None, "without padding there is nothing to leave out"
-    assert flat_rows(model, torch.tensor([[1] * 50, [1] * 20 + [0] * 30]), None) is None, "nor less than filling"
-    full = flat_rows(model, torch.ones(2, 50), torch.zeros(2, 50, dtype=torch.long))
-    assert full is not None
-    assert full.width == 100, "packed rows are not filled beyond their own size"
-    assert flat_rows(model, seen_BT.to("meta"), None) is None, "padded rows are read flat on a CPU only"
 
 
 def test_models_that_read_rows() -> None:
@@ -262,12 +188,3 @@ def test_recomputed_layers_know_the_flat_row() -> None:
     )
     for gradient, wanted in zip(ours, theirs, strict=True):
         assert torch.equal(gradient, wanted)
-
-
-def test_compiled_draft_models_read_rows() -> None:
-    """They would be compiled again for each combination of lengths."""
-    drafter = DraftModel(make_llama())
-    measure_flat_rows(drafter.model)
-    compile_drafter(drafter)
-    measure_flat_rows(drafter.model)
-    assert flat_rows(drafter.model, *batch()[1:]) is None

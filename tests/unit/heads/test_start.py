@@ -15,7 +15,7 @@ from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import TeacherSignals, TrainableDrafter
-from draftsmith.heads.start import best_state, constant_reader, copied_share, fit_start, frequencies, typical_sizes
+from draftsmith.heads.start import best_state, copied_share, fit_start, frequencies, typical_sizes
 
 STARTED = {
     **{
@@ -157,14 +157,6 @@ def test_the_best_state_gives_the_frequencies() -> None:
     narrow = torch.nn.Linear(8, 24, bias=False).requires_grad_(False)
     q_V = narrow(best_state(narrow, wanted_V, 8)).softmax(-1)
     torch.testing.assert_close((q_V - wanted_V) @ narrow.weight, torch.zeros(8), atol=2e-3, rtol=0)
-
-
-def test_a_constant_is_read_from_inputs_that_have_one() -> None:
-    torch.manual_seed(0)
-    inputs_nF, others_nF = (torch.randn(200, 32) + torch.linspace(-2, 2, 32) for _ in range(2))
-    read_n = others_nF @ constant_reader(inputs_nF)
-    assert abs(float(read_n.mean()) - 1) < 0.05
-    assert float(read_n.std()) < 0.2
 
 
 def test_sizes_of_columns_ignore_single_positions() -> None:

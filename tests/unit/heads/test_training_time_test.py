@@ -174,24 +174,10 @@ def test_a_kernel_that_does_not_agree_is_not_used(monkeypatch: pytest.MonkeyPatc
     def of_another_release(*_: Tensor, **__: bool) -> tuple[Tensor, Tensor]:
         raise RuntimeError("expected at most 3 arguments")
 
-    text, backward = unrolled_attention._fused_text, unrolled_attention._fused_backward
-
-    def contiguous(*inputs: Tensor, **options: bool) -> tuple[Tensor, ...]:
-        return tuple(x.contiguous() for x in text(*inputs, **options))
-
-    def without_strides(*inputs: Tensor, causal: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        return backward(*inputs[:5], by_its_address(inputs[5]), causal=causal)
-
-    for reason, kernels in (
-        ("differs", {"_fused_text": of_another_scale}),
-        ("at most 3 arguments", {"_fused_text": of_another_release}),
-        ("differs", {"_fused_text": contiguous, "_fused_backward": without_strides}),
-    ):
-        with monkeypatch.context() as changed:
-            for name, kernel in kernels.items():
-                changed.setattr(unrolled_attention, name, kernel)
-            with pytest.warns(UserWarning, match=reason):
-                assert not kernel_agrees(*arguments)
+    for reason, kernel in (("differs", of_another_scale), ("at most 3 arguments", of_another_release)):
+        monkeypatch.setattr(unrolled_attention, "_fused_text", kernel)
+        with pytest.warns(UserWarning, match=reason):
+            assert not kernel_agrees(*arguments)
 
 
 def by_its_address(x: Tensor) -> Tensor:
@@ -225,18 +211,6 @@ def test_gradients_of_rows_with_prompts_by_a_kernel_that_reads_no_strides(name: 
     with FlashAttention2():
         found = gradients()
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-def test_gradients_of_bf16_are_computed_in_float32_on_a_cpu() -> None:
-    """The kernel for bf16 takes longer, and memory for each shape."""
-    torch.manual_seed(0)
-    q, k, v, g = torch.randn(4, 1, 2, 9, 8).bfloat16()
-    inputs = g, q, k, v, *unrolled_attention._fused_text(q, k, v)
-    found = unrolled_attention._fused_backward(*inputs)
-    wide = unrolled_attention._fused_backward(*(x.float() for x in inputs))
-    for mine, exact in zip(found, wide, strict=True):
-        assert mine.dtype == torch.bfloat16
-        assert torch.equal(mine, exact.bfloat16())
 
 
 @pytest.mark.parametrize("documents", [1, 2])
