@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_llama, mostly_slow
+from conftest import mostly_slow
 from parity.published_files import (
     DRAFTED,
     HEADS,
@@ -29,7 +29,6 @@ from transformers.modeling_layers import MtpModel
 from draftsmith import ConfigError, load_drafter
 from draftsmith.heads.base import TeacherSignals, TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, save_drafter
-from draftsmith.heads.layers import rotary
 from draftsmith.hub.export import export_drafter, import_from
 from draftsmith.train.memory_estimate import estimate_memory
 from draftsmith.train.recipe import parse_recipe
@@ -160,74 +159,6 @@ def test_logits_are_those_of_the_formula(name: str, tmp_path: Path) -> None:
     assert (ours - torch.stack(logits)).abs().max() < 1e-12 * ours.abs().max()
 
 
-@pytest.mark.skipif(not hasattr(MtpModel, "forward_layer"), reason="transformers has another MtpModel")
-@pytest.mark.parametrize("name", TARGETS)
-def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    """One step of its MtpModel, which takes the layer's class from the target; its norms compute in float32."""
-    target, module = make_target(name, tmp_path / "t")
-    drafter = load_drafter("native-mtp", target).double()
-    target.double().config.num_mtp_layers = 1
-    target.config.mtp_layer_types = ["full_attention"]
-    target.config.mtp_hidden_states_first = name == "MiMo"
-    model = MtpModel(target, 1).double().eval()
-    if name == "GLM-4.5":  # whose published modules have experts
-        model.layers[0].mtp_block.mlp = type(target.model.layers[0].mlp)(target.config).double()
-    roots = dict(zip(ROOTS, ("enorm", "hnorm", "post_norm", "eh_proj"), strict=True))
-    state = {}
-    for part, value in module.items():
-        root, _, suffix = part.rpartition(".")
-        own = f"mtp_block.{part.removeprefix('layers.0.')}" if "layers.0." in part else f"{roots[root]}.{suffix}"
-        state[f"layers.0.{own}"] = value.double()
-    missing = model.load_state_dict(state, strict=False)
-    assert not missing.unexpected_keys
-    assert all(part.startswith(("embed_tokens", "shared_head", "rotary")) for part in missing.missing_keys)
-    states = target(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states[-1]
-    ids, places = torch.tensor([[*PROMPT[1:], DRAFTED[0]]]), torch.arange(len(PROMPT))[None]
-    with torch.no_grad():
-        theirs_TV = target.lm_head(model.forward_layer(0, states, places, None, input_ids=ids))[0]
-    ours = decoded_logits(drafter, target, PROMPT, DRAFTED)[0]
-    assert (ours - theirs_TV[-1]).abs().max() < 1e-6 * ours.abs().max()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", TARGETS)
-def test_files_come_back_bit_for_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Read, saved as ours, loaded and written into the target's layout: the file is the same, metadata included."""
-    target, module = make_target(name, tmp_path / "t", dtype)
-    drafter = load_drafter("native-mtp", target)
-    made_for = describe_target(target, None, "tiny")
-    save_drafter(drafter, tmp_path / "ours", target=made_for, recipe=None, draft_length=3)
-    again = load_drafter(tmp_path / "ours", target)
-    assert all(torch.equal(value, again.state_dict()[part]) for part, value in drafter.state_dict().items())
-    out = export_drafter(again, target, "native", tmp_path / "out", target_name="org/target").folder
-    assert sorted(file.name for file in out.iterdir()) == ["README.md", "model.safetensors"]
-    before, after = load_file(tmp_path / "t" / "model.safetensors"), load_file(out / "model.safetensors")
-    assert before.keys() == after.keys()
-    assert all(after[part].dtype == value.dtype and torch.equal(after[part], value) for part, value in before.items())
-    with safe_open(out / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt", "kept": "too"}
-    assert theirs(name, next(iter(module))) in after
-
-
-@pytest.mark.parametrize("name", TARGETS)
-def test_a_fine_tuned_module_is_the_targets_next_one(name: str, tmp_path: Path) -> None:
-    """Changed weights go into the module's tensors alone; a copy of the target with that file has the new module."""
-    target, module = make_target(name, tmp_path / "t")
-    drafter = load_drafter("native-mtp", target)
-    for parameter in drafter.parameters():
-        parameter += 0.1 * torch.randn(parameter.shape)
-    out = export_drafter(drafter, target, "native", tmp_path / "out", target_name="org/target").folder
-    before, after = load_file(tmp_path / "t" / "model.safetensors"), load_file(out / "model.safetensors")
-    changed = {part for part, value in before.items() if not torch.equal(value, after[part])}
-    assert changed == {theirs(name, part) for part in module}
-    shutil.copytree(tmp_path / "t", tmp_path / "copy")
-    shutil.copy(out / "model.safetensors", tmp_path / "copy" / "model.safetensors")
-    served = AutoModelForCausalLM.from_pretrained(tmp_path / "copy").eval().requires_grad_(False)
-    again = load_drafter("native-mtp", served)
-    ours, after_copy = (decoded_logits(each, served, PROMPT, DRAFTED) for each in (drafter, again))
-    assert torch.equal(ours, after_copy)
-
-
 def test_only_files_with_the_module_are_written(tmp_path: Path) -> None:
     target, module = make_target("MiMo", tmp_path / "t")
     own = {theirs("MiMo", part): value for part, value in module.items()}
@@ -297,62 +228,6 @@ def make_mixed(name: str, folder: Path) -> tuple[PreTrainedModel, dict[str, Tens
     return model.eval().requires_grad_(False), module
 
 
-def own_layer(target: PreTrainedModel, module: dict[str, Tensor], name: str) -> Any:
-    """Return a function from x [T, H] to the output of the target's last layer with the module's weights.
-
-    The layer is transformers' own, with its eager attention and a causal mask.
-    """
-    layer, config = target.model.layers[-1], target.config
-    config._attn_implementation = "eager"
-    inner = "mtp.layers.0." if name == "Qwen3-Next" else f"model.layers.{DEPTH}."
-    weights = {part.removeprefix(inner): value for part, value in module.items() if part.startswith(inner)}
-    state = {}
-    for part, value in layer.state_dict().items():
-        if part.endswith("experts.down_proj"):
-            rows = [weights[f"mlp.experts.{e}.down_proj.weight"] for e in range(4)]
-        elif part.endswith("experts.gate_up_proj"):
-            rows = [torch.cat([weights[f"mlp.experts.{e}.{p}_proj.weight"] for p in ("gate", "up")]) for e in range(4)]
-        else:
-            rows = [weights[part]]
-        state[part] = (torch.stack(rows) if len(rows) > 1 else rows[0]).to(value.dtype)
-    layer.load_state_dict(state)
-
-    def run(x: Tensor) -> Tensor:
-        T = x.shape[0]
-        rope = target.model.rotary_emb(x[None], torch.arange(T)[None])
-        hidden = torch.full((T, T), -torch.inf, dtype=x.dtype).triu(1)[None, None]
-        return layer(x[None], attention_mask=hidden, position_embeddings=rope)[0]
-
-    return run
-
-
-@pytest.mark.parametrize("name", OWN_LAYERS)
-def test_layers_of_the_targets_own_class(name: str, tmp_path: Path) -> None:
-    """Decoded in float64, several steps deep, beside transformers' own layer with its eager attention."""
-    target, module = make_mixed(name, tmp_path / "t")
-    drafter = load_drafter("native-mtp", target).double()
-    target = target.double()
-    states = target(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states[-1][0]
-    ours = decoded_logits(drafter, target, PROMPT, DRAFTED)
-    run = own_layer(target, {part: value.double() for part, value in module.items()}, name)
-    prefix = "mtp." if name == "Qwen3-Next" else f"model.layers.{DEPTH}."
-    roots = THEIRS["Qwen3.5"] if name == "Qwen3-Next" else ("enorm", "hnorm", "shared_head.norm", "eh_proj")
-    embedding, hidden, last, projection = (module[f"{prefix}{root}.weight"].double() for root in roots)
-
-    def rms(x: Tensor, gain: Tensor) -> Tensor:
-        gain = 1 + gain if name == "Qwen3-Next" else gain
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + target.config.rms_norm_eps) * gain
-
-    tokens, logits = [*PROMPT[1:], DRAFTED[0]], []
-    for token in DRAFTED[1:]:
-        embeds = target.get_input_embeddings().weight[torch.tensor(tokens)]
-        out = rms(run(torch.cat([rms(embeds, embedding), rms(states, hidden)], -1) @ projection.T), last)
-        logits.append(target.lm_head(out[-1]))
-        tokens, states = [*tokens, token], torch.cat([states, out[-1:]])
-    # Norms and routers of these classes compute in float32.
-    assert (ours - torch.stack(logits)).abs().max() < 1e-5 * ours.abs().max()
-
-
 @pytest.mark.skipif(not hasattr(MtpModel, "forward_layer"), reason="transformers has another MtpModel")
 @pytest.mark.parametrize("name", OWN_LAYERS)
 def test_transformers_loads_the_same_module(name: str, tmp_path: Path) -> None:
@@ -369,26 +244,6 @@ def test_transformers_loads_the_same_module(name: str, tmp_path: Path) -> None:
         theirs_TV = target.lm_head(model.forward_layer(0, states, places, None, input_ids=ids))[0]
     ours = decoded_logits(drafter, target, PROMPT, DRAFTED)[0]
     assert (ours - theirs_TV[-1]).abs().max() < 1e-5 * ours.abs().max()
-
-
-@pytest.mark.parametrize("name", OWN_LAYERS)
-def test_files_with_experts_come_back_bit_for_bit(name: str, tmp_path: Path) -> None:
-    """Read, saved as ours, loaded, written; then with other weights, which are the copy's next module."""
-    target, module = make_mixed(name, tmp_path / "t")
-    drafter = load_drafter("native-mtp", target)
-    save_drafter(drafter, tmp_path / "ours", target=describe_target(target, None, "tiny"), recipe=None, draft_length=3)
-    again = load_drafter(tmp_path / "ours", target)
-    before = load_file(tmp_path / "t" / "model.safetensors")
-    out = export_drafter(again, target, "native", tmp_path / "out", target_name="org/target").folder
-    after = load_file(out / "model.safetensors")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(after[part], value) for part, value in before.items())
-    for parameter in again.parameters():
-        parameter += 0.1 * torch.randn(parameter.shape)
-    out = export_drafter(again, target, "native", tmp_path / "tuned", target_name="org/target").folder
-    tuned = load_file(out / "model.safetensors")
-    kept = {part for part in module if part.endswith("e_score_correction_bias")}  # a buffer, which is not trained
-    assert {part for part, value in before.items() if not torch.equal(value, tuned[part])} == module.keys() - kept
 
 
 @pytest.mark.parametrize("name", OWN_LAYERS)
@@ -485,29 +340,55 @@ def test_ernie_is_the_formula_of_its_source(tmp_path: Path) -> None:
     assert (ours - torch.stack(logits)).abs().max() < 1e-6 * ours.abs().max()
 
 
-def test_ernie_comes_back_bit_for_bit_and_keeps_the_targets_norm(tmp_path: Path) -> None:
-    target, module = make_ernie(tmp_path / "t")
+def made(name: str, folder: Path) -> tuple[PreTrainedModel, set[str]]:
+    """Return a tiny target whose files contain a module, and the names of the module's tensors there."""
+    if name == "Ernie 4.5":
+        target, module = make_ernie(folder)
+        return target, {*module}
+    target, module = (make_mixed if name in OWN_LAYERS else make_target)(name.removesuffix(", dense"), folder)
+    return target, {part if name in OWN_LAYERS else theirs(name.removesuffix(", dense"), part) for part in module}
+
+
+@pytest.mark.parametrize("name", ["MiMo", "DeepSeek's names", "Qwen3.5", "GLM-4.5, dense", *OWN_LAYERS, "Ernie 4.5"])
+def test_files_come_back_and_tuned_ones_hold_the_next_module(name: str, tmp_path: Path) -> None:
+    """Read, saved as ours, loaded and written: the same file. With other weights, the module's tensors alone change."""
+    target, module = made(name, tmp_path / "t")
+    described = describe_target(target, None, "tiny")
     drafter = load_drafter("native-mtp", target)
-    save_drafter(drafter, tmp_path / "ours", target=describe_target(target, None, "tiny"), recipe=None, draft_length=3)
+    save_drafter(drafter, tmp_path / "ours", target=described, recipe=None, draft_length=3)
     again = load_drafter(tmp_path / "ours", target)
-    before = load_file(tmp_path / "t" / "model.safetensors")
     out = export_drafter(again, target, "native", tmp_path / "out", target_name="org/target").folder
-    after = load_file(out / "model.safetensors")
+    assert sorted(file.name for file in out.iterdir()) == ["README.md", "model.safetensors"]
+    before, after = load_file(tmp_path / "t" / "model.safetensors"), load_file(out / "model.safetensors")
     assert before.keys() == after.keys()
-    assert all(torch.equal(after[part], value) for part, value in before.items())
-    fresh = type(drafter).from_target(target, init="native")
-    trained = {part for part, parameter in fresh.named_parameters() if parameter.requires_grad}
-    assert dict(fresh.named_parameters()).keys() - trained == {"body.final_layernorm.weight"}
+    assert all(after[part].dtype == value.dtype and torch.equal(after[part], value) for part, value in before.items())
+    with safe_open(out / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "kept": "too"}
     for part, parameter in again.named_parameters():
-        if part in trained:
+        if name != "Ernie 4.5" or part != "body.final_layernorm.weight":  # which is the target's last norm
             parameter += 0.1 * torch.randn(parameter.shape)
-    tuned = load_file(
-        export_drafter(again, target, "native", tmp_path / "2", target_name="t").folder / "model.safetensors"
-    )
-    assert {part for part, value in before.items() if not torch.equal(value, tuned[part])} == module.keys()
-    again.body.final_layernorm.weight += 1
+    tuned = export_drafter(again, target, "native", tmp_path / "tuned", target_name="org/target").folder
+    changed = load_file(tuned / "model.safetensors")
+    kept = {part for part in module if part.endswith("e_score_correction_bias")}  # a buffer, which is not trained
+    assert {part for part, value in before.items() if not torch.equal(value, changed[part])} == module - kept
+    shutil.copy(tuned / "model.safetensors", tmp_path / "t" / "model.safetensors")
+    served = load_drafter("native-mtp", target)
+    assert all(torch.equal(value, served.state_dict()[part]) for part, value in again.state_dict().items())
+
+
+def test_modules_of_other_shapes_or_norms_are_not_written(tmp_path: Path) -> None:
+    target, _ = make_ernie(tmp_path / "t")
+    drafter = load_drafter("native-mtp", target)
+    fresh = type(drafter).from_target(target, init="native")
+    assert [part for part, weight in fresh.named_parameters() if not weight.requires_grad] == [
+        "body.final_layernorm.weight"
+    ]
+    drafter.body.final_layernorm.weight += 1
     with pytest.raises(ConfigError, match="norm after its layer is not the target's last norm; expected a module of"):
-        export_drafter(again, target, "native", tmp_path / "3", target_name="org/target")
+        export_drafter(drafter, target, "native", tmp_path / "1", target_name="org/target")
+    plain = type(drafter).from_target(target)
+    with pytest.raises(ConfigError, match="another shape than the target's module; expected drafter"):
+        export_drafter(plain, target, "native", tmp_path / "2", target_name="org/target")
 
 
 @pytest.mark.parametrize("name", mostly_slow([*OWN_LAYERS, "Ernie 4.5"], "Qwen3-Next"))
@@ -564,16 +445,6 @@ def test_targets_without_a_known_module_are_refused(tmp_path: Path) -> None:
         load_drafter("native-mtp", target)
 
 
-def test_other_modules_do_not_fit_into_the_targets_files(tmp_path: Path) -> None:
-    from draftsmith.heads.mtp import Mtp
-
-    target, _ = make_target("DeepSeek's names", tmp_path / "t")
-    plain = Mtp.from_target(target)
-    plain.draft_length_hint = 3
-    with pytest.raises(ConfigError, match="another shape than the target's module; expected drafter"):
-        export_drafter(plain, target, "native", tmp_path / "out", target_name="org/target")
-
-
 def speculators_folder(native: TrainableDrafter, target: PreTrainedModel, folder: Path) -> Path:
     """A module in the layout of the speculators package, whose `input_proj` reads [embedding; state]."""
     tensors = {f"mtp_layers.0.{name.removeprefix('layers.0.')}": v for name, v in native.body.state_dict().items()}
@@ -611,24 +482,3 @@ def test_modules_of_speculators_that_do_not_fit_are_refused(tmp_path: Path) -> N
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ConfigError, match=r"^drafter=.*/d: tensor final_layernorm.weight is missing; expected \[32\]"):
         load_drafter(folder, target)
-
-
-def test_a_config_need_not_have_the_size_of_a_head() -> None:
-    """GLM-4.5's class has no such attribute by default; the size is that of the state divided by the heads."""
-    config = AutoConfig.for_model("glm4_moe", hidden_size=32, num_attention_heads=4, rope_parameters=HALF)
-    assert getattr(config, "head_dim", None) is None
-    cos, _ = rotary(config)(torch.zeros(1, 3, 4), torch.arange(3)[None])
-    assert cos.shape[-1] == 4
-
-
-def test_a_part_of_each_head_is_rotated() -> None:
-    from draftsmith.heads.layers import layer_config, rotated
-
-    config = layer_config(make_llama(), 1)
-    config.rope_parameters = {**config.rope_parameters, "partial_rotary_factor": 0.25}
-    cos, sin = rotary(config)(torch.zeros(1, 3, 4), torch.arange(3)[None])
-    assert cos.shape[-1] == config.head_dim // 4
-    q, k = torch.randn(2, 1, 2, 3, config.head_dim)
-    for before, after in zip((q, k), rotated(q, k, (cos, sin)), strict=True):
-        assert torch.equal(after[..., config.head_dim // 4 :], before[..., config.head_dim // 4 :])
-        assert not torch.equal(after[..., 1, :4], before[..., 1, :4])
