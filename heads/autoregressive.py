@@ -28,6 +28,7 @@ from draftsmith.heads.base import (
     Level,
     ModuleTypes,
     Needs,
+    Runner,
     TeacherSignals,
     TrainableDrafter,
     unread,
@@ -154,6 +155,7 @@ class NetworkDrafter(TrainableDrafter, Generic[Network]):
     block_types: ClassVar[ModuleTypes] = (LlamaMLP,)
     regresses: ClassVar[bool] = False
     """States predict the target's final hidden state."""
+    _runner: Runner
 
     def __init__(self, body: Network, layers: tuple[int, ...]) -> None:
         super().__init__()

@@ -113,7 +113,7 @@ class EagleSection(DrafterSection):
 
 
 class HassSection(EagleSection):
-    type: Literal["hass"]
+    type: Literal["hass"]  # pyright: ignore[reportIncompatibleVariableOverride]
     train_steps: Depth = 3
     """Number of trained steps, each on the states of the last."""
 

@@ -74,7 +74,8 @@ class Eagle3Network(DraftNetwork):
         rest = (DecoderLayer(config, layer, qk_norm=qk_norm) for layer in range(1, config.num_hidden_layers))
         self.layers = nn.ModuleList([FirstLayer(config, norm_before_residual, qk_norm), *rest])
         self.norm = norm(config)
-        self.lm_head = nn.Linear(hidden, draft_vocab_size or config.vocab_size, bias=False)
+        rows = draft_vocab_size or config.vocab_size
+        self.lm_head: nn.Linear = nn.Linear(hidden, rows, bias=False)  # pyright: ignore[reportIncompatibleVariableOverride]
         if draft_vocab_size is not None:
             self.vocabulary = DraftVocabulary(config.vocab_size, draft_vocab_size)
 
