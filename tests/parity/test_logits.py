@@ -15,17 +15,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.distill.hidden_state_cache import CachedTeacher, SignalCache
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.errors import ConfigError
-from draftsmith.eval.teacher_forced import acceptance_measure, agreement, sample_texts
 from draftsmith.heads import HEADS
-from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.lm_head import logits_head, logits_map
-from draftsmith.train.bootstrap import check_target
-from draftsmith.train.recipe import parse_recipe
 from draftsmith.train.step import AgreementStep, Last
 
 TINY: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 4}
@@ -139,25 +134,6 @@ def test_the_loss_of_a_step_is_that_of_the_models_own_logits(
     torch.testing.assert_close(losses[1], expected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("name", ["Gemma2ForCausalLM", "Cohere2ForCausalLM", "GraniteForCausalLM"])
-def test_forecasts_read_the_models_own_p(name: str) -> None:
-    """A draft model has q = p where it is the target itself."""
-    target = target_of(name)
-    drafter = HEADS["draft_model"].from_target(target, init="target_layers", num_hidden_layers=4).double().eval()
-    for model in (target, drafter.model):  # in transformers 5.17, sdpa does not cap Gemma 2's attention
-        model.set_attn_implementation("eager")
-    sampling = Sampling(temperature=0.8)
-    texts = sample_texts(target, [[5, 9, 33], [7]], sampling, max_new_tokens=8)
-    tables = agreement(target, drafter, texts, 2, acceptance_measure(Processors(sampling)))
-    for text, table in zip(texts, tables, strict=True):
-        log_p_TV = (target(torch.tensor([text.tokens])).logits[0] / 0.8).log_softmax(-1)
-        for anchor in range(text.anchors):
-            position = text.prompt_length + anchor
-            expected = float(log_p_TV[position, text.tokens[position + 1]])
-            assert table["log_p"][anchor, 0] == pytest.approx(expected, abs=1e-10)
-            assert table["log_q"][anchor, 0] == pytest.approx(expected, abs=1e-10)
-
-
 @pytest.mark.parametrize("kind", ["eagle", "mtp", "dflash"])
 @pytest.mark.parametrize("name", ["Gemma2ForCausalLM", "Cohere2ForCausalLM", "GraniteForCausalLM"])
 def test_heads_with_the_targets_lm_head_draft_with_its_operations(
@@ -246,11 +222,6 @@ class ScaledByToken(Transformed):
         return logits_BTV * torch.linspace(1, 1.01, logits_BTV.shape[-1])
 
 
-class Sliced(Transformed):
-    def transform(self, logits_BTV: Tensor) -> Tensor:
-        return logits_BTV[..., :60]
-
-
 class Masked(Transformed):
     """As Chameleon, which never generates image tokens."""
 
@@ -258,23 +229,13 @@ class Masked(Transformed):
         return logits_BTV.index_fill(-1, torch.tensor([3]), torch.finfo(logits_BTV.dtype).min)
 
 
-class Rounded(Transformed):
-    """Half precision hides what follows."""
-
-    def transform(self, logits_BTV: Tensor) -> Tensor:
-        return logits_BTV.bfloat16() * 1.001
-
-
-@pytest.mark.parametrize("kind", [Cubed, ScaledByToken, Sliced, Masked, Rounded])
+@pytest.mark.parametrize("kind", [Cubed, ScaledByToken, Masked])
 def test_logits_of_unknown_operations_are_refused(kind: type[Transformed]) -> None:
     target = kind(make_llama().config).eval()
     with pytest.raises(
         ConfigError, match=f"model {kind.__name__} transforms its logits after the lm_head in an unknown"
     ):
         OnlineTeacher(target)
-    recipe = parse_recipe({"name": "run", "output": "run", "drafter": {"type": "draft_model"}}, "test")
-    with pytest.raises(ConfigError, match=f"model {kind.__name__} transforms"):
-        check_target(recipe, make_llama(), DraftModel(target))
 
 
 def test_a_weak_cap_is_seen_in_half_precision() -> None:
