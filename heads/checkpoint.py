@@ -26,7 +26,7 @@ from transformers import (
 
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads import HEADS
-from draftsmith.heads.base import FINAL, Drafter, TeacherSignals, TrainableDrafter
+from draftsmith.heads.base import Drafter, TeacherSignals, TrainableDrafter
 from draftsmith.heads.configs import is_named, parse_named
 from draftsmith.heads.draft_model import DraftModel, EarlyExit
 from draftsmith.heads.lm_head import DraftVocabulary
@@ -50,19 +50,12 @@ from draftsmith.storage import write_json
 def drafter_named(text: str, target: PreTrainedModel, load: Callable[[str], Drafter]) -> Drafter:
     """Return the drafter that `text` names; `load` reads the checkpoint of a hybrid."""
     # Imported here, like other drafters: training loads none of them.
+    from draftsmith.heads.recall import Recall
     from draftsmith.heads.retrieval import Hybrid, PromptLookup, SuffixRetrieval
 
     name, values = parse_named(text)
     if name == "prompt-lookup":
         return PromptLookup(**values)
-    remembers = values.pop("memory", False)
-    if name == "suffix":
-        retrieval = SuffixRetrieval(**values)
-        if remembers:
-            from draftsmith.heads.recall import Recall
-
-            return Recall(None, retrieval, min_match=retrieval.min_match)
-        return retrieval
     if name == "early-exit":
         return EarlyExit(target, **values)
     if name == "native-mtp":
@@ -71,12 +64,12 @@ def drafter_named(text: str, target: PreTrainedModel, load: Callable[[str], Draf
         weight = next(target.parameters())
         drafter = Mtp.from_target(target, init="native").to(device=weight.device, dtype=weight.dtype)
         return drafter.eval().requires_grad_(False)
+    remembers, trained = values.pop("memory", False), values.pop("drafter", None)
+    if trained is None:
+        retrieval = SuffixRetrieval(**values)
+        return Recall(None, retrieval, min_match=retrieval.min_match) if remembers else retrieval
     retrieval = SuffixRetrieval(datastore=values.pop("datastore", None))
-    if remembers:
-        from draftsmith.heads.recall import Recall
-
-        return Recall(load(values.pop("drafter")), retrieval, **values)
-    return Hybrid(load(values.pop("drafter")), retrieval, **values)
+    return (Recall if remembers else Hybrid)(load(trained), retrieval, **values)
 
 
 WEIGHTS = "model.safetensors"
@@ -168,7 +161,6 @@ def load_drafter(
     if stored is not None:
         _require_fit(stored, path_or_repo, target, tokenizer)
     drafter = _read(folder, stored, config, target)
-    _require_layers(drafter, path_or_repo, target)
     drafter.attach(target)
     wanted = text_config(target).vocab_size
     foreign = stored is None or drafter.vocab_size != wanted  # imported drafters keep their own padding
@@ -222,13 +214,6 @@ def _published(folder: Path, config: dict[str, Any], target: PreTrainedModel) ->
     from draftsmith.heads.formats.published import read_published
 
     return read_published(folder, config, target)
-
-
-def _require_layers(drafter: TrainableDrafter, name: str | Path, target: PreTrainedModel) -> None:
-    """Raise ConfigError for features of layers that the target does not have."""
-    layers, depth = drafter.needs.layers, text_config(target).num_hidden_layers
-    if not all(type(layer) is int and (layer == FINAL or 1 <= layer <= depth) for layer in layers):
-        raise ConfigError(f"drafter={name}: layers={list(layers)} in config.json; expected the target's, 1 to {depth}")
 
 
 @torch.no_grad()

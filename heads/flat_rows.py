@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from draftsmith.heads.model_config import SPECIAL_ATTENTION, Implementation, QueryScales, configs_of, text_config
+from draftsmith.heads.model_config import SPECIAL_ATTENTION, QueryScales, configs_of, implementation, text_config
 
 # Shapes: B rows, T positions, N positions of the flat row, X any states, K key/value heads, d head size.
 
@@ -91,7 +91,7 @@ class FlatRows:
         """Let the layers with these configs attend within the texts of this flat row."""
         token = _READ.set(self)
         try:
-            with Implementation(self._configs, NAME), self._scales.reading(self._positions_1N):
+            with implementation(self._configs, NAME), self._scales.reading(self._positions_1N):
                 yield
         finally:
             _READ.reset(token)

@@ -257,12 +257,11 @@ def require_layers(model: PreTrainedModel, layers: tuple[int, ...]) -> None:
         return
     if model.config.is_encoder_decoder:
         raise ConfigError(f"model_type={model.config.model_type!r}; expected a decoder-only target for these features")
+    depth = text_config(model).num_hidden_layers
+    if not all(type(layer) is int and (layer == FINAL or 1 <= layer <= depth) for layer in layers):
+        raise ConfigError.of("drafter layers", list(layers), f"1 to {depth}, which is what the target has")
     if set(layers) != {FINAL}:
         _require_one_stream(model)
-    depth = text_config(model).num_hidden_layers
-    wrong = [layer for layer in layers if layer != FINAL and not 1 <= layer <= depth]
-    if wrong:
-        raise ConfigError.of("drafter layers", list(layers), f"1 to {depth}, which is what the target has")
 
 
 def _require_one_stream(model: PreTrainedModel) -> None:

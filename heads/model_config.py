@@ -106,26 +106,21 @@ def configs_of(model: PreTrainedModel, name: str) -> list[PreTrainedConfig]:
     return [config for config in configs.values() if getattr(config, "_attn_implementation", None) == name]
 
 
-class Implementation:
-    """A context in which the layers with these configs use the attention implementation `name`.
+@contextmanager
+def implementation(configs: Sequence[dict[str, Any]], name: str) -> Iterator[None]:
+    """Let the layers with these configs use the attention implementation `name`.
 
-    Args:
-        configs: their attributes: without the checks of a config's `setattr`, which cost more than the rest.
+    `configs`: their attributes: without the checks of a config's `setattr`, which cost more than the rest.
     """
-
-    def __init__(self, configs: Sequence[dict[str, Any]], name: str) -> None:
-        self._configs, self._name = configs, name
-
-    def __enter__(self) -> None:
-        _LOCK.acquire()
-        self._before = [config[_NAME] for config in self._configs]
-        for config in self._configs:
-            config[_NAME] = self._name
-
-    def __exit__(self, *_: object) -> None:
-        for config, name in zip(self._configs, self._before, strict=True):
+    with _LOCK:
+        before = [config[_NAME] for config in configs]
+        for config in configs:
             config[_NAME] = name
-        _LOCK.release()
+        try:
+            yield
+        finally:
+            for config, own in zip(configs, before, strict=True):
+                config[_NAME] = own
 
 
 STANCE = RLock()

@@ -77,25 +77,16 @@ class Situation:
 
 
 @dataclass
-class Choice:
-    """A decision of one round."""
-
-    situation: Situation
-    tokens: tuple[int, ...]
-    """The known draft."""
-    other: Draft | None
-    """The other draft; None for that of the drafter."""
-
-
-@dataclass
 class Row:
     """A text and its last round."""
 
     text: SequenceState
     read: int
     """Tokens that the memory has read."""
-    choices: list[Choice] | None = None
-    """Of the last round; None before the first."""
+    choices: list[tuple[Situation, tuple[int, ...], Draft | None]] | None = None
+    """Decisions of the last round: the situation, the known draft, and the other one, None for that of the drafter.
+
+    None before the first round."""
     proposed: Draft | None = None
     """None where the drafter drafted."""
 
@@ -186,7 +177,7 @@ class Recall(Hybrid):
         source, length = situation
         seen = self._situations.setdefault((source, length.bit_length()), Situation())
         assert row.choices is not None, "a round has begun"
-        row.choices.append(Choice(seen, known.tokens, row.proposed))
+        row.choices.append((seen, known.tokens, row.proposed))
         return seen.prefers_known(expected, usual)
 
     def _learn(self, row: Row) -> None:
@@ -195,9 +186,9 @@ class Recall(Hybrid):
         if not new:
             return
         accepted = len(new) - 1  # the last token is the target's own
-        for choice in row.choices or []:
-            agreed = takewhile(lambda pair: pair[0] == pair[1], zip(choice.tokens, new, strict=False))
-            choice.situation.count(sum(1 for _ in agreed), accepted if row.proposed is choice.other else None)
+        for situation, tokens, other in row.choices or []:
+            agreed = takewhile(lambda pair: pair[0] == pair[1], zip(tokens, new, strict=False))
+            situation.count(sum(1 for _ in agreed), accepted if row.proposed is other else None)
         if row.choices is not None and row.proposed is None:
             self._drafter.add(accepted)
             if self._drafter.rounds > RECENT_ROUNDS:

@@ -2,7 +2,7 @@
 
 transformers' sdpa function expands grouped key/value heads whenever it is given a mask, and a pass over several draft
 tokens after a cache needs a mask there. `attend` is registered beside it and used by the models' attention layers while
-this package runs a pass: `Implementation` changes the name in the model's configs and changes it back.
+this package runs a pass: `implementation` changes the name in the model's configs and changes it back.
 
     query  [B, K * G, Q, D]  ->  [B, K, G * Q, D]     the G query heads of a key/value head become more queries of it
     key    [B, K, S, D]                               as the cache holds it
@@ -192,7 +192,7 @@ class Attention:
     def running(self, *, chain: bool) -> AbstractContextManager[None]:
         """Return a context in which the model's layers use the implementation for this kind of pass."""
         name = self.chains if chain else self.masked
-        return NO_CONTEXT if name == self.own else Implementation(self.configs, name)
+        return NO_CONTEXT if name == self.own else implementation(self.configs, name)
 
     @cached_property
     def slides_alone(self) -> bool:
