@@ -2,7 +2,7 @@
 
 A draft model is saved as a plain transformers checkpoint, which also loads as `assistant_model` in transformers.
 
-Drafters without a checkpoint are built by name: `suffix`, `suffix:datastore=FILE`, `early-exit:layers=2`, `native-mtp`,
+Drafters without a checkpoint are built by name: `suffix`, `suffix:min_match=3`, `early-exit:layers=2`, `native-mtp`,
 `hybrid:…`.
 """
 
@@ -68,8 +68,7 @@ def drafter_named(text: str, target: PreTrainedModel, load: Callable[[str], Draf
     if trained is None:
         retrieval = SuffixRetrieval(**values)
         return Recall(None, retrieval, min_match=retrieval.min_match) if remembers else retrieval
-    retrieval = SuffixRetrieval(datastore=values.pop("datastore", None))
-    return (Recall if remembers else Hybrid)(load(trained), retrieval, **values)
+    return (Recall if remembers else Hybrid)(load(trained), SuffixRetrieval(), **values)
 
 
 WEIGHTS = "model.safetensors"

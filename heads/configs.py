@@ -313,10 +313,10 @@ else:
 _RETRIEVAL = {"draft_length": int, "min_match": int, "factor": float}
 SETTINGS: dict[str, dict[str, type]] = {
     "prompt-lookup": {"max_ngram": int, **_RETRIEVAL},
-    "suffix": {"datastore": str, **_RETRIEVAL, "memory": bool},
+    "suffix": {**_RETRIEVAL, "memory": bool},
     "early-exit": {"layers": int},
     "native-mtp": {},
-    "hybrid": {"drafter": str, "datastore": str, "min_match": int, "memory": bool},
+    "hybrid": {"drafter": str, "min_match": int, "memory": bool},
 }
 """Settings of each named drafter, with their types."""
 

@@ -1,39 +1,25 @@
-"""Drafters without training: they propose the tokens that followed an earlier match, in the text or in a corpus.
+"""Drafters without training: they propose the tokens that followed an earlier match in the text.
 
-    ... the cat sat on the | mat and slept ...        earlier in the text, or in the datastore
+    ... the cat sat on the | mat and slept ...        earlier in the text
                          ... on the |                 end of the text: proposes "mat and slept"
 
-Their tokens are not drawn from a distribution q; the point-mass rule verifies them exactly. Prompt lookup: Saxena 2023;
-suffix automata for drafting: Hu et al. 2024 (SAM decoding), arXiv:2411.10666; a datastore: He et al. 2023 (REST),
-arXiv:2311.08252.
-
-`SuffixAutomaton` finds the longest suffix of the text that occurred before, in amortised O(1) per token: Blumer et al.
-1985, "The smallest automaton recognizing the subwords of a text". `Datastore` finds a text's suffix in a corpus and
-its most frequent continuation: Manber & Myers 1990, by prefix doubling.
+Their tokens are not drawn from a distribution q; the point-mass rule verifies them exactly. Prompt lookup: Saxena 2023.
+Suffix automata for drafting: Hu et al. 2024 (SAM decoding), arXiv:2411.10666. `SuffixAutomaton` finds the longest
+suffix of the text that occurred before, in amortised O(1) per token: Blumer et al. 1985, "The smallest automaton
+recognizing the subwords of a text".
 """
 
-import os.path
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar
 
-import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 from torch import Tensor
 
-from draftsmith.errors import ConfigError, reason_of
+from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Context, Drafter, Level
 from draftsmith.heads.draft_tree import Draft
 
 SEPARATOR = -1
-"""Ends the source of an encoder and each document of a corpus; no token has this id, and no match crosses it."""
-FORMAT = "1"
-LOOKED_AT = 512
-"""Occurrences that are counted for the most frequent next token; of more, an evenly spaced sample."""
-
-# Shapes: N tokens of the corpus, separators included.
+"""Ends the source of an encoder; no token has this id."""
 
 
 class NgramIndex:
@@ -141,119 +127,6 @@ class SuffixAutomaton:
         return len(self._next) - 1
 
 
-class Datastore:
-    """A corpus and its suffix array, both int32 [N]. Created by `build` or `load`."""
-
-    def __init__(self, tokens_N: np.ndarray, suffixes_N: np.ndarray) -> None:
-        self._tokens, self._suffixes = tokens_N, suffixes_N
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    @classmethod
-    def build(cls, documents: Iterable[list[int]]) -> Self:
-        """Build the suffix array of the documents."""
-        parts = [np.asarray([*document, SEPARATOR], np.int32) for document in documents]
-        tokens_N = np.concatenate(parts) if parts else np.empty(0, np.int32)
-        return cls(tokens_N, _suffix_array(tokens_N))
-
-    def save(self, path: Path) -> None:
-        """Write one safetensors file."""
-        save_file({"tokens": self._tokens, "suffixes": self._suffixes}, path, metadata={"draftsmith_datastore": FORMAT})
-
-    @classmethod
-    def load(cls, path: Path) -> Self:
-        """Load a saved datastore; raise ConfigError for a missing or damaged file, or one of another format."""
-        try:
-            with safe_open(path, "np") as file:
-                if (file.metadata() or {}).get("draftsmith_datastore") != FORMAT:
-                    raise ConfigError(f"datastore={path} is no datastore; expected a file written by `Datastore.save`")
-                tokens_N, suffixes_N = file.get_tensor("tokens"), file.get_tensor("suffixes")
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"datastore={path} cannot be read ({reason_of(error)}); expected a whole file") from error
-        return cls(tokens_N, suffixes_N)
-
-    def lookup(
-        self, context: list[int], count: int, *, max_match: int = 16, min_match: int = 1
-    ) -> tuple[int, list[int]]:
-        """Find the longest suffix of `context` in the corpus: (its length, up to `count` tokens of its continuation).
-
-        Each token of the continuation is the most frequent one among the occurrences that agree so far. (0, []) when
-        no suffix of at least `min_match` tokens occurs with a continuation.
-        """
-        # A suffix occurs only where its own suffixes do, so bisection on the length finds the longest.
-        low, high, best = min_match, min(max_match, len(context)), (0, 0, 0)
-        while low <= high:
-            middle = (low + high) // 2
-            start, end = self._interval(context[-middle:])
-            if start < end:
-                best, low = (middle, start, end), middle + 1
-            else:
-                high = middle - 1
-        length, start, end = best
-        tokens: list[int] = []
-        while length and len(tokens) < count:
-            token = self._most_frequent(start, end, length + len(tokens))
-            if token is None:
-                break
-            tokens.append(token)
-            start, end = self._narrowed(start, end, length + len(tokens) - 1, token)
-        return (length, tokens) if tokens else (0, [])
-
-    def _interval(self, pattern: list[int]) -> tuple[int, int]:
-        """Return the interval of the suffix array whose suffixes begin with `pattern`."""
-        size = len(pattern)
-
-        def prefix(suffix: int) -> list[int]:
-            return self._tokens[suffix : suffix + size].tolist()
-
-        return bisect_left(self._suffixes, pattern, key=prefix), bisect_right(self._suffixes, pattern, key=prefix)
-
-    def _next(self, suffix: int, offset: int) -> int:
-        """Return the token at `offset` of a suffix."""
-        place = suffix + offset
-        return int(self._tokens[place]) if place < len(self._tokens) else SEPARATOR
-
-    def _most_frequent(self, start: int, end: int, offset: int) -> int | None:
-        """Return the most frequent token at `offset` of the suffixes; None where all of them end there."""
-        step = max(1, (end - start) // LOOKED_AT)
-        places = self._suffixes[start:end:step].astype(np.int64) + offset
-        tokens = self._tokens[np.minimum(places, len(self._tokens) - 1)]
-        values, counts = np.unique(tokens[tokens != SEPARATOR], return_counts=True)
-        return int(values[counts.argmax()]) if len(values) else None
-
-    def _narrowed(self, start: int, end: int, offset: int, token: int) -> tuple[int, int]:
-        """Return the part of an interval whose suffixes have `token` at `offset`."""
-
-        def following(suffix: int) -> int:
-            return self._next(suffix, offset)
-
-        return (
-            bisect_left(self._suffixes, token, start, end, key=following),
-            bisect_right(self._suffixes, token, start, end, key=following),
-        )
-
-
-def _suffix_array(tokens_N: np.ndarray) -> np.ndarray:
-    """Return the start of every suffix in sorted order, int32 [N], from ranks by the first 1, 2, 4, … tokens."""
-    N = len(tokens_N)
-    if N == 0:
-        return np.empty(0, np.int32)
-    rank_N = np.unique(tokens_N, return_inverse=True)[1].astype(np.int64) + 1
-    width = 1
-    while True:
-        second_N = np.zeros(N, np.int64)
-        second_N[:-width] = rank_N[width:]
-        key_N = rank_N * (N + 1) + second_N
-        order_N = np.argsort(key_N, kind="stable")
-        sorted_N = key_N[order_N]
-        new_N = np.empty(N, np.int64)
-        new_N[order_N] = np.cumsum(np.concatenate(([True], sorted_N[1:] != sorted_N[:-1])))
-        rank_N, width = new_N, 2 * width
-        if rank_N.max() == N or width >= N:
-            return order_N.astype(np.int32)
-
-
 class Retrieval(Drafter):
     """Proposes the continuation of a match in an index of the text; longer matches propose more tokens.
 
@@ -297,16 +170,12 @@ class Retrieval(Drafter):
         text, index = self.context.texts[row], self._indexes[row]
         index.extend(text.tokens[self._read[row] :])
         self._read[row] = len(text.tokens)
-        length, tokens = self.found(index, text.tokens, min(room, self._draft_length))
+        length, tokens = index.propose(min(room, self._draft_length))
         if length < self.min_match:
             return length, Draft()
         if SEPARATOR in tokens:
             tokens = tokens[: tokens.index(SEPARATOR)]
         return length, Draft.chain(tokens[: max(1, round(self.factor * length))])
-
-    def found(self, index: NgramIndex | SuffixAutomaton, tokens: list[int], count: int) -> tuple[int, list[int]]:
-        """Return (length of the match, up to `count` tokens that followed it) for a text that `index` has read."""
-        return index.propose(count)
 
     def drop(self, rows: list[int]) -> None:
         self._indexes, self._read = [self._indexes[row] for row in rows], [self._read[row] for row in rows]
@@ -328,33 +197,15 @@ class PromptLookup(Retrieval):
 
 
 class SuffixRetrieval(Retrieval):
-    """Matches the longest earlier occurrence of any length, or of the corpus in `datastore` when that is longer."""
+    """Matches the longest earlier occurrence of any length."""
 
     type: ClassVar[str] = "suffix"
 
-    def __init__(
-        self,
-        *,
-        datastore: Datastore | str | Path | None = None,
-        draft_length: int = 32,
-        min_match: int = 2,
-        factor: float = 2.0,
-    ) -> None:
+    def __init__(self, *, draft_length: int = 32, min_match: int = 2, factor: float = 2.0) -> None:
         super().__init__(draft_length=draft_length, min_match=min_match, factor=factor)
-        if isinstance(datastore, (str, Path)):
-            datastore = Datastore.load(Path(os.path.expanduser(datastore)))
-        self.datastore = datastore
 
     def index(self) -> SuffixAutomaton:
         return SuffixAutomaton()
-
-    def found(self, index: NgramIndex | SuffixAutomaton, tokens: list[int], count: int) -> tuple[int, list[int]]:
-        length, continuation = super().found(index, tokens, count)
-        if self.datastore is None:
-            return length, continuation
-        # Ties go to the text itself, whose repetitions are more likely to continue than those of a corpus.
-        matched = self.datastore.lookup(tokens, count, min_match=length + 1)
-        return matched if matched[0] > length else (length, continuation)
 
 
 class Hybrid(Drafter):

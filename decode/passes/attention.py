@@ -26,7 +26,7 @@ from transformers.masking_utils import sdpa_mask
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_tree import Parents
-from draftsmith.heads.model_config import NO_CONTEXT, SPECIAL_ATTENTION, Implementation, configs_of, text_config
+from draftsmith.heads.model_config import NO_CONTEXT, SPECIAL_ATTENTION, configs_of, implementation, text_config
 from draftsmith.heads.rows import Counts, upload
 
 # Shapes: B rows, K key/value heads, G query heads for each of them, Q queries, S slots, D head size.

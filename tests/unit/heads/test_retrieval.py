@@ -1,14 +1,11 @@
 """Drafters without training: their indexes against plain searches, lossless decoding, and their names."""
 
 import random
-from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import make_llama
-from safetensors.numpy import save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from draftsmith import SpeculativeDecoder, load_drafter, save_drafter
@@ -17,8 +14,6 @@ from draftsmith.heads.base import Drafter
 from draftsmith.heads.checkpoint import describe_target
 from draftsmith.heads.draft_model import DraftModel, EarlyExit, first_layers
 from draftsmith.heads.retrieval import (
-    SEPARATOR,
-    Datastore,
     Hybrid,
     NgramIndex,
     PromptLookup,
@@ -82,84 +77,12 @@ def test_the_ngram_index_finds_the_most_recent_earlier_occurrence() -> None:
     assert index.propose(2) == (1, [8, 2])
 
 
-def test_the_corpus_is_asked_for_longer_matches_than_the_text_has() -> None:
-    retrieval, index = SuffixRetrieval(datastore=Datastore.build([[1, 2, 3, 50, 51], [9, 3, 60]])), SuffixAutomaton()
-    text = [3, 7, 9, 3]
-    index.extend(text)
-    assert retrieval.found(index, text, 2) == (2, [60])
-    index.extend([8, 9, 3])
-    assert retrieval.found(index, [*text, 8, 9, 3], 2) == (2, [8, 9]), "the text itself wins with an equal match"
-
-
-def scan(documents: list[list[int]], context: list[int], count: int, longest: int) -> tuple[int, list[int]]:
-    """The same answer by looking at every place of every document."""
-    corpus = [token for document in documents for token in [*document, SEPARATOR]]
-    for length in range(min(longest, len(context)), 0, -1):
-        places = [i for i in range(len(corpus) - length) if corpus[i : i + length] == context[-length:]]
-        if not places:
-            continue
-        tokens: list[int] = []
-        while len(tokens) < count:
-            offset = length + len(tokens)
-            following = Counter(corpus[i + offset] for i in places if i + offset < len(corpus))
-            following.pop(SEPARATOR, None)
-            if not following:
-                break
-            token = min(following, key=lambda t: (-following[t], t))
-            tokens.append(token)
-            places = [i for i in places if i + offset < len(corpus) and corpus[i + offset] == token]
-        return (length, tokens) if tokens else (0, [])
-    return 0, []
-
-
-@pytest.mark.parametrize("alphabet", [2, 4, 30])
-def test_lookup_is_what_a_scan_finds(alphabet: int) -> None:
-    draw = random.Random(alphabet)
-    for _ in range(40):
-        documents = [[draw.randrange(alphabet) for _ in range(draw.randrange(30))] for _ in range(draw.randrange(1, 5))]
-        datastore = Datastore.build(documents)
-        for _ in range(5):
-            context = [draw.randrange(alphabet) for _ in range(draw.randrange(8))]
-            assert datastore.lookup(context, 4, max_match=5) == scan(documents, context, 4, 5)
-
-
-def test_short_matches_can_be_ignored_and_an_empty_corpus_has_none() -> None:
-    datastore = Datastore.build([[1, 2, 3, 4]])
-    assert datastore.lookup([9, 2, 3], 2) == (2, [4])
-    assert datastore.lookup([9, 2, 3], 2, min_match=3) == (0, [])
-    assert Datastore.build([]).lookup([1], 2) == (0, [])
-
-
-def test_saved_and_loaded_it_answers_the_same(tmp_path: Path) -> None:
-    datastore = Datastore.build([[1, 2, 3, 1, 2, 4], [1, 2, 4]])
-    datastore.save(tmp_path / "corpus.safetensors")
-    again = Datastore.load(tmp_path / "corpus.safetensors")
-    assert len(again) == len(datastore) == 11
-    assert again.lookup([1, 2], 3) == datastore.lookup([1, 2], 3) == (2, [4])
-
-
-def test_files_that_are_not_datastores_are_refused(tmp_path: Path) -> None:
-    damaged = tmp_path / "damaged.safetensors"
-    damaged.write_bytes(b"no tensors here")
-    foreign = tmp_path / "foreign.safetensors"
-    save_file({"tokens": np.zeros(3, np.int32)}, foreign)
-    for path, message in {
-        damaged: "cannot be read",
-        foreign: "is no datastore",
-        tmp_path / "absent": "cannot be read",
-    }.items():
-        with pytest.raises(ConfigError, match=f"datastore={path} {message}"):
-            Datastore.load(path)
-
-
 def untrained(target: LlamaForCausalLM) -> dict[str, Drafter]:
-    corpus = Datastore.build([[4, 45, 43, 49, 14, 53, 19, 19, 19, 0], [7, 8, 9]])
     return {
         "prompt lookup": PromptLookup(),
         "suffix": SuffixRetrieval(min_match=1),
-        "suffix with corpus": SuffixRetrieval(datastore=corpus, min_match=1),
         "early exit": EarlyExit(target, layers=1),
-        "hybrid": Hybrid(DraftModel(make_llama(1)), SuffixRetrieval(datastore=corpus), min_match=2),
+        "hybrid": Hybrid(DraftModel(make_llama(1)), SuffixRetrieval(), min_match=2),
         "hybrid of early exit": Hybrid(EarlyExit(target, layers=1), min_match=1),
     }
 
@@ -234,9 +157,6 @@ def test_named_drafters_are_loaded_with_their_settings(
     assert isinstance(lookup, PromptLookup)
     assert (lookup.max_ngram, lookup.max_draft_length) == (2, 5)
     assert load_drafter("early-exit:layers=1", tiny_target).layers == 1
-    Datastore.build([[1, 2, 3]]).save(tmp_path / "corpus")
-    for file in (tmp_path / "corpus", "~/corpus"):
-        assert len(load_drafter(f"suffix:datastore={file}", tiny_target).datastore) == 4
     made_for = describe_target(tiny_target, None, "tiny")
     save_drafter(DraftModel(make_llama(1)), tmp_path / "draft", target=made_for, recipe=None, draft_length=3)
     hybrid = load_drafter("hybrid:drafter=~/draft,min_match=5", tiny_target)
@@ -252,7 +172,6 @@ def test_named_drafters_are_loaded_with_their_settings(
         ("suffix:draft_length=0", "draft_length=0; expected >= 1"),
         ("early-exit:layers=2", "layers=2; expected 1 to 1, fewer than the target has"),
         ("hybrid", "expected hybrid:drafter=FOLDER"),
-        ("suffix:datastore=nowhere", "datastore=nowhere cannot be read"),
     ],
 )
 def test_names_that_do_not_fit_are_refused(tiny_target: LlamaForCausalLM, name: str, message: str) -> None:
