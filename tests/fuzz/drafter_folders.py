@@ -63,7 +63,7 @@ def drafter_cases(draw: st.DrawFn, material: Material) -> Case:
     for _ in range(draw(st.integers(1, 2))):
         _damage_drafter(draw, files)
     target = ["--target", material.target]
-    formats = {"draft_model": "transformers", "medusa": "medusa"}
+    formats = {"draft_model": "transformers"}
     arguments = draw(
         st.sampled_from(
             [
