@@ -6,6 +6,7 @@ Layouts count the target's layers in two ways: the id k of vLLM's speculators is
 `Needs.layers`; SGLang's id k is the output of block k, counted from 0, which is `hidden_states[k + 1]`.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -236,22 +237,8 @@ ARCHITECTURES: dict[str, str] = {
     "QwenDFlashDraftModel": "blocks.read_zlab",
 }
 """Readers of flat layouts, by the class that config.json names."""
-UNREAD = {
-    "DFlash2DraftModel": "its layers have convolutions, and a selector chooses among candidates",
-    "DominoDraftModel": "a recurrent network corrects its logits by the tokens before",
-    "Eagle3DeepseekV2ForCausalLM": "its layer has latent attention",
-    "EagleDeepseekV3ForCausalLM": "its layer has latent attention",
-    "Gemma4DSparkModel": "its layers scale embeddings and norm values",
-    "Gemma4Eagle3Model": "its layers scale embeddings and norm values",
-    "PEagleDraftModel": "SpecForge's config.json does not say how many tokens it drafts",
-    "QwenDFlareDraftModel": "its layers mix the target's layers, with keys and values of their own for them",
-}
-"""Classes that no drafter here can represent, and the reason."""
-UNREAD_SPECULATORS = {
-    "dflash2": UNREAD["DFlash2DraftModel"],
-    "xpress": "a network refines the logits of a block in several passes",
-}
-"""Types of speculators 0.9.0 that no drafter here can represent, and the reason."""
+OF_DRAFTERS = re.compile(r"DraftModel$|Eagle|DSpark")
+"""Names of classes of drafters, which are not read as language models."""
 
 
 def read_published(folder: Path, config: dict[str, Any], target: PreTrainedModel) -> TrainableDrafter | None:
@@ -282,9 +269,6 @@ def read_published(folder: Path, config: dict[str, Any], target: PreTrainedModel
 def _reader(published: Published) -> str | None:
     """Return the reader of the folder's layout, as `file.function`; None for an unknown one."""
     config, kind = published.config, published.config.get("speculators_model_type")
-    if reason := UNREAD_SPECULATORS.get(str(kind)):
-        said = f"speculators_model_type={kind!r} in config.json ({reason})"
-        raise published.refusal(said, f"one of {', '.join(SPECULATORS)}")
     if kind is not None:
         return SPECULATORS[published.allow("speculators_model_type", kind, tuple(SPECULATORS))]
     if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
@@ -293,11 +277,13 @@ def _reader(published: Published) -> str | None:
         return "heads.read_hydra"
     named = config.get("architectures")
     name = str(named[0]) if isinstance(named, list) and named else ""
-    if name in UNREAD:
-        raise published.refusal(f"a {name} ({UNREAD[name]})", f"one of {', '.join(ARCHITECTURES)}")
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
-    parts = {name.split(".")[0] for name in read_tensors(published.folder, names_only=True)}
+    parts = {tensor.split(".")[0] for tensor in read_tensors(published.folder, names_only=True)}
     if "midlayer" in parts:
         return "eagle.read_eagle3"
-    return "eagle.read_eagle1" if {"fc", "layers"} <= parts and "norm" not in parts else None
+    if {"fc", "layers"} <= parts and "norm" not in parts:
+        return "eagle.read_eagle1"
+    if OF_DRAFTERS.search(name):
+        raise published.refusal(f"a {name}", f"one of {', '.join(ARCHITECTURES)}")
+    return None

@@ -65,7 +65,6 @@ KEYS: list[tuple[str, str, Any]] = [
     ("dflash", "sample_from_anchor", 1.5),
     ("dflash", "draft_vocab_size", 65),
     ("dflash", "block_size", 1),
-    ("dflash", "mask_token_id", None),
     ("dflash", "markov_head_type", "x"),
     ("dflash", "aux_hidden_state_layer_ids", None),
     ("zlab", "mask_token_id", None),
@@ -74,15 +73,11 @@ KEYS: list[tuple[str, str, Any]] = [
     ("zlab", "target_layer_ids", [6]),
     ("zlab", "output_multiplier", 0.5),
     ("zlab", "final_logit_softcapping", 30.0),
-    ("zlab", "rope_is_neox_style", False),
     ("zlab", "is_causal", True),
     ("zlab", "dflash_config.causal", True),
     ("zlab", "dflash_config.projector_type", "domino"),
     ("zlab", "dflash_config.input_embedding_scale", 8.0),
-    ("zlab", "dflash_config.attention_value_scale", 0.7),
-    ("zlab", "dflash_config.use_swa", True),
     ("zlab", "dflash_config.conv_kernel_size", 3),
-    ("zlab", "dflash_config.selector_rank", 256),
     ("zlab", "dflash_config.training_mode", "vp_drafter"),
     ("zlab", "dflash_config.loss_type", "vp_drafter"),
     ("deepspec", "markov_head_type", "lstm"),
@@ -90,7 +85,6 @@ KEYS: list[tuple[str, str, Any]] = [
     ("deepspec", "target_layer_ids", [-1]),
     ("mtp", "num_nextn_predict_layers", 2),
     ("medusa", "hidden_size", 16),
-    ("medusa", "vocab_size", 65),
     ("medusa", "num_heads", 0),
 ]
 """A layout, one of its keys and a value that does not fit; the error names both."""
@@ -124,30 +118,9 @@ def test_a_value_that_does_not_fit_is_named(
     assert f"{last}={value!r}" in refusal(tmp_path / "d", config, tensors, target)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "reason"),
-    [
-        ("DominoDraftModel", "a recurrent network corrects"),
-        ("DFlash2DraftModel", "its layers have convolutions"),
-        ("Eagle3DeepseekV2ForCausalLM", "its layer has latent attention"),
-        ("PEagleDraftModel", "SpecForge's config.json does not"),
-        ("QwenDFlareDraftModel", "its layers mix the target's"),
-        ("Gemma4DSparkModel", "its layers scale embeddings"),
-        ("Gemma4Eagle3Model", "its layers scale embeddings"),
-        ("speculators dflash2", "its layers have convolutions, and a selector chooses among candidates"),
-        ("speculators xpress", "a network refines the logits of a block in several passes"),
-    ],
-)
-def test_an_architecture_without_a_reader_is_refused_with_its_reason(
-    architecture: str, reason: str, tmp_path: Path, target: LlamaForCausalLM
-) -> None:
-    config = llama_config(architectures=[architecture])
-    if architecture.startswith("speculators"):
-        architecture = f"speculators_model_type={architecture.split()[1]!r}"
-        config = FOLDERS["eagle3"][0] | {"speculators_model_type": architecture.split("'")[1]}
-    said = refusal(tmp_path / "d", config, {}, target)
-    assert architecture in said
-    assert reason in said
+@pytest.mark.parametrize("name", ["DominoDraftModel", "Eagle3DeepseekV2ForCausalLM", "Gemma4DSparkModel"])
+def test_an_architecture_without_a_reader_is_refused(name: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
+    assert f"a {name}; expected one of" in refusal(tmp_path / "d", llama_config(architectures=[name]), {}, target)
 
 
 def without(name: str, **changes: Any) -> Callable[[dict[str, Any], Tensors], object]:
@@ -170,7 +143,6 @@ def replaced(name: str, value: torch.Tensor, **changes: Any) -> Callable[[dict[s
         ("eagle3", without("", fc_norm=True), "no tensor fc_norm.0.weight; expected float [32]"),
         ("eagle3", without("", draft_vocab_size=9), "; expected float [9, 32]"),
         ("eagle3", replaced("sink", torch.zeros(3)), "unexpected tensor sink [3]"),
-        ("eagle3", replaced("input_norm.weight", torch.ones(96)), "unexpected tensor input_norm.weight [96]"),
         ("eagle3", replaced("layers.0.self_attn.q_norm.weight", torch.ones(HEAD)), "unexpected tensor layers.0."),
         ("eagle3", replaced("fc.weight", torch.zeros(32, 32)), "fc.weight is float [32, 32]; expected float [32, 96]"),
         ("eagle3", replaced("embed_tokens.weight", torch.zeros(VOCAB, HIDDEN)), "embeddings of their own are not"),
@@ -178,21 +150,16 @@ def replaced(name: str, value: torch.Tensor, **changes: Any) -> Callable[[dict[s
         ("eagle3", replaced("t2d", torch.arange(VOCAB) < 8), "d2t and t2d name different tokens"),
         ("eagle3", replaced("d2t", torch.tensor(KEPT) + 30), "d2t leads outside the vocabulary of 64"),
         ("eagle3", replaced("d2t", torch.tensor(KEPT)), "d2t holds the tokens themselves; expected offsets"),
-        ("eagle3", replaced("d2t", torch.zeros(8).long()), "d2t and t2d name different tokens"),
         ("sglang", replaced("layers.0.x", torch.zeros(1)), "no tensor "),
         ("peagle", without(""), "no tensor mask_hidden; expected float [1, 1, 96]"),
         ("peagle", replaced("mask_hidden", torch.zeros(HIDDEN)), "is float [32]; expected float [1, 1, 96]"),
         ("peagle", without("", speculators_config={}), "speculative_tokens=None in config.json; expected an integer"),
         ("zlab", replaced("prefix_gru.x", torch.ones(1), mask_token_id=1), "unexpected tensor prefix_gru.x"),
-        ("mtp", without(""), "no tensor mtp_layers.0.token_layernorm.weight; expected float [32]"),
         ("eagle", without(""), "no tensor layers.0.self_attn.q_proj.weight; expected float [32, 32]"),
         ("eagle", without("", bias=True), "no tensor fc.bias; expected float [32]"),
-        ("eagle", replaced("fc.weight", torch.zeros(32, 32)), "fc.weight is float [32, 32]; expected float [32, 64]"),
         ("medusa", without(""), "lm_heads.0.weight is float [2, 32]; expected float [64, 32]"),
         ("medusa", without("", truncated_vocab_size=2), "no tensor token_map; expected int [2]"),
-        ("medusa", replaced("token_map", torch.tensor([3]), truncated_vocab_size=2), "is int [1]; expected int [2]"),
         ("medusa", replaced("token_map", torch.tensor([3, 64]), truncated_vocab_size=2), "repeated or unknown tokens"),
-        ("medusa", replaced("token_map", torch.tensor([3, 3]), truncated_vocab_size=2), "repeated or unknown tokens"),
         ("medusa", without("", medusa_fc_bias=True), "no tensor blocks.0.layers.0.bias; expected float [32]"),
         (
             "medusa",
