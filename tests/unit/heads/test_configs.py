@@ -19,7 +19,9 @@ def test_entry_names_its_class_and_options(kind: str) -> None:
     entry, drafter = DRAFTERS[kind], HEADS[kind]
     assert drafter.type == kind
     assert getattr(draftsmith.heads, drafter.__name__) is drafter
-    makers = (drafter.__init__, *(kind.from_target for kind in drafter.__mro__ if hasattr(kind, "from_target")))
+    makers = [
+        maker for base in drafter.__mro__ for maker in (base.__init__, getattr(base, "from_target", None)) if maker
+    ]
     options = {name for maker in makers for name in inspect.signature(maker).parameters}
     keys = set(entry.section.model_fields) - {"type"}
     assert keys - {"draft_vocab_size"} <= options | ({*OPTIONS, "qk_norm"} if kind == "eagle3" else set())
