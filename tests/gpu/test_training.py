@@ -22,7 +22,7 @@ OBJECTIVES = {
     "kl": Objective(),
     "kl, dpace": Objective(dpace=0.5),
     "accepted_length": Objective("accepted_length", draft_length=3),
-    "lk_lambda": Objective("lk_lambda", temperatures=(1.0, 0.7)),
+    "lk_lambda": Objective("lk_lambda", temperature=0.7),
 }
 
 

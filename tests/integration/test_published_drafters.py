@@ -12,7 +12,6 @@ from conftest import make_llama, make_tokenizer, mostly_slow
 from parity.published_files import Tensors, six_layers, written
 from parity.test_native_mtp import make_target
 from parity.test_round_trips import (
-    DEEP,
     LAYOUTS,
     angelslim_dflash,
     angelslim_eagle3,
@@ -138,13 +137,11 @@ PROFILE = {
 
 
 @pytest.fixture(scope="module")
-def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Folders of targets by number of layers."""
-    folder = tmp_path_factory.mktemp("targets")
-    for depth in (6, 8):
-        six_layers(depth).save_pretrained(folder / str(depth))
-        make_tokenizer().save_pretrained(folder / str(depth))
-    return {depth: folder / str(depth) for depth in (6, 8)}
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    six_layers().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def code(*arguments: object) -> int:
@@ -170,14 +167,13 @@ def assert_commands_accept(
 
 @pytest.mark.parametrize("name", mostly_slow(FOLDERS, *CHECKED))
 def test_commands_accept_a_published_folder(
-    name: str, targets: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, format = FOLDERS[name]
     if name not in CHECKED:  # pictures show numbers, whatever the layout was
         monkeypatch.setattr("draftsmith.eval.report.evaluation_plots", lambda rows: [])
-    depth = 8 if make in DEEP else 6
-    folder = written(tmp_path / "d", *make(six_layers(depth)))
-    assert_commands_accept(folder, format, targets[depth], tmp_path, check=name in CHECKED)
+    folder = written(tmp_path / "d", *make(six_layers()))
+    assert_commands_accept(folder, format, target, tmp_path, check=name in CHECKED)
 
 
 def test_commands_accept_a_module_in_the_targets_files(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
