@@ -62,6 +62,13 @@ class VocabularyOption(DrafterSection):
     """Size of the draft vocabulary, the most frequent tokens of the responses; by default the whole vocabulary."""
 
 
+class WindowOption(VocabularyOption):
+    """The option of networks whose layers can attend to the last tokens alone."""
+
+    window: Count | None = None
+    """Tokens that a layer attends to; by default all. Its memory and time then stop growing with the context."""
+
+
 class MedusaSection(VocabularyOption):
     type: Literal["medusa"]
     num_heads: Depth = 3
@@ -118,7 +125,7 @@ class HassSection(EagleSection):
     """Number of trained steps, each on the states of the last."""
 
 
-class Eagle3Section(VocabularyOption):
+class Eagle3Section(WindowOption):
     type: Literal["eagle3"]
     num_hidden_layers: Depth = 1
     """Number of decoder layers; the first reads the concatenation of embedding and state."""
@@ -154,7 +161,7 @@ class MtpSection(DrafterSection):
         return "trained" if self.init == "native" else "untrained"
 
 
-class ParallelEagleSection(VocabularyOption):
+class ParallelEagleSection(WindowOption):
     type: Literal["peagle"]
     num_tokens: Depth = 5
     """Draft tokens per pass, which is the maximum draft length."""
@@ -168,7 +175,7 @@ class ParallelEagleSection(VocabularyOption):
     """The trained state of masks is an input of `fc`, as in drafters of the speculators package, not its output."""
 
 
-class DFlashSection(VocabularyOption):
+class DFlashSection(WindowOption):
     type: Literal["dflash"]
     block_size: Depth = 8
     """Block size: the anchor and the masks of one pass."""

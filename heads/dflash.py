@@ -83,6 +83,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         block_size: int = 8,
         num_hidden_layers: int = 2,
         layers: list[int] | None = None,
+        window: int | None = None,
         anchors: int = 64,
         mask_token: int | None = None,
         trained_mask: bool = False,
@@ -91,6 +92,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
     ) -> Self:
         """Return layers of the target's width; for the options see `DFlashSection`.
 
+        A `window` hides earlier tokens; within a block all positions still see each other.
         `draft_vocabulary`: tokens of an own lm_head, which starts as the target's; None: the target's is used.
         """
         if block_size < 2:
@@ -105,6 +107,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             anchors=anchors,
             draft_vocab_size=None if draft_vocabulary is None else len(draft_vocabulary),
             mask_token=None if trained_mask else token,
+            **({} if window is None else {"windows": [window] * num_hidden_layers, "causal_windows": False}),
             **options,
         )
         drafter.attach(target)

@@ -152,12 +152,13 @@ class Eagle3(AutoregressiveDrafter[Eagle3Network]):
         num_hidden_layers: int = 1,
         intermediate_size: int | None = None,
         layers: list[int] | None = None,
+        window: int | None = None,
         draft_vocabulary: list[int] | None = None,
         **options: Any,
     ) -> Self:
         """Return layers of the target's width, initialised from the target, see `Eagle3Network.start_from_target`."""
         drafter = cls(
-            layer_config(target, num_hidden_layers, intermediate_size=intermediate_size),
+            layer_config(target, num_hidden_layers, window=window, intermediate_size=intermediate_size),
             layers=three_depths(target) if layers is None else tuple(layers),
             draft_vocab_size=None if draft_vocabulary is None else len(draft_vocabulary),
             **options,
@@ -230,6 +231,7 @@ class ParallelEagle(NetworkDrafter[Eagle3Network]):
         num_tokens: int = 5,
         num_hidden_layers: int = 1,
         layers: list[int] | None = None,
+        window: int | None = None,
         mask_token: int | None = None,
         mask_before_fc: bool = False,
         draft_vocabulary: list[int] | None = None,
@@ -238,7 +240,7 @@ class ParallelEagle(NetworkDrafter[Eagle3Network]):
         if num_tokens < 1:
             raise ConfigError.of("drafter.num_tokens", num_tokens, ">= 1")
         drafter = cls(
-            layer_config(target, num_hidden_layers),
+            layer_config(target, num_hidden_layers, window=window),
             layers=three_depths(target) if layers is None else tuple(layers),
             num_tokens=num_tokens,
             mask_token=default_mask_token(target, mask_token),

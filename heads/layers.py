@@ -241,8 +241,12 @@ def rotary(config: LlamaConfig) -> LlamaRotaryEmbedding:
     return LlamaRotaryEmbedding(config)
 
 
-def layer_config(target: PreTrainedModel, num_hidden_layers: int, **changes: Any) -> LlamaConfig:
+def layer_config(
+    target: PreTrainedModel, num_hidden_layers: int, *, window: int | None = None, **changes: Any
+) -> LlamaConfig:
     """Return a Llama config with the width, heads, MLP size and positions of a target of any architecture.
+
+    `window`: tokens that each layer attends to, its own included; None: all.
 
     Where layers differ (Gemma 3n and 4), heads and MLP size are those of the first one, whose attention slides.
     """
@@ -270,6 +274,8 @@ def layer_config(target: PreTrainedModel, num_hidden_layers: int, **changes: Any
         "bos_token_id": None,
         "eos_token_id": None,
     }
+    if window is not None:
+        values |= {"sliding_window": window, "layer_types": ["sliding_attention"] * num_hidden_layers}
     return ready(LlamaConfig(**{**values, **{key: value for key, value in changes.items() if value is not None}}))
 
 

@@ -1,5 +1,6 @@
 """Properties of every drafter: training matches decoding, saving is exact, chains and trees are drafted."""
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from draftsmith.heads import HEADS
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.heads.retrieval import Hybrid, SuffixRetrieval
+from draftsmith.hub.export import export_drafter
 
 EVEN = list(range(0, 64, 2))
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -42,9 +44,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3, 32 tokens": ("eagle3", {"draft_vocabulary": EVEN, "num_hidden_layers": 2}),
     "eagle3.1": ("eagle3", {"fc_norm": True, "norm_output": True, "layers": [1, 4], "qk_norm": True}),
     "eagle3 in windows": ("eagle3", {"num_hidden_layers": 2, "windows": ["sliding_attention", "full_attention"]}),
+    "eagle3 in a window": ("eagle3", {"window": 3}),
     "mtp": ("mtp", {}),
     "peagle": ("peagle", {"num_tokens": 3, "draft_vocabulary": EVEN}),
+    "peagle in a window": ("peagle", {"num_tokens": 3, "window": 3}),
     "dflash": ("dflash", {"block_size": 4}),
+    "dflash in one window": ("dflash", {"block_size": 4, "window": 3}),
     "dflash from the anchor": ("dflash", {"block_size": 3, "sample_from_anchor": True}),
     "dflash, 32 tokens": ("dflash", {"block_size": 4, "draft_vocabulary": EVEN}),
     "dflash in windows": ("dflash", {"block_size": 4, "blocks": ((3, None), True)}),
@@ -143,6 +148,24 @@ def test_training_sees_what_decoding_sees(name: str) -> None:
         assert len(training) == 3
     for k, (a, b) in enumerate(zip(ours, training, strict=True)):
         assert torch.allclose(a, b, atol=2e-5), f"draft position {k}: {float((a - b).abs().nan_to_num(0).max())}"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["eagle3", "peagle", "dflash"])
+def test_a_window_hides_what_is_before_it(kind: str, tmp_path: Path) -> None:
+    """A window as long as the text hides nothing, and an export for vLLM has its size."""
+    target, tokens = target_model(), [5, 9, 33, 2, 11, 9, 8, 23, 60, 31, 4, 6]
+    drafters = {window: HEADS[kind].from_target(target, window=window).eval() for window in (None, 3, len(tokens) + 8)}
+    trained = {name: value + 0.1 * torch.randn_like(value) for name, value in drafters[None].state_dict().items()}
+    logits = {}
+    for window, drafter in drafters.items():
+        drafter.load_state_dict(trained)
+        logits[window] = unrolled_logits(drafter, target, tokens, anchor=8)[0]
+    torch.testing.assert_close(logits[len(tokens) + 8], logits[None], rtol=0, atol=1e-6)
+    assert (logits[3] - logits[None]).abs().max() > 1e-2
+    export_drafter(drafters[3], target, "vllm", tmp_path / "export", target_name="org/target")
+    layers = json.loads((tmp_path / "export" / "config.json").read_text())["transformer_layer_config"]
+    assert (layers["sliding_window"], set(layers["layer_types"])) == (3, {"sliding_attention"})
 
 
 ROUNDS = [[1, 0, 3, 0, 2], [0, 2, 1, 3, 3]]
