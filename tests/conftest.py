@@ -2,7 +2,6 @@
 
 import gc
 import io
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,20 @@ import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState
+from commands import write_prompts
 from hub_server import hub  # noqa: F401 - a fixture for all
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AttentionInterface,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from draftsmith.decode.passes import capability
 from draftsmith.decode.passes.attention import passes_of
@@ -43,6 +51,22 @@ def make_llama(seed: int = 0, **changes: object) -> LlamaForCausalLM:
     }
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})).eval()
+
+
+def noisy_llama(scale: float = 0.3, **changes: object) -> LlamaForCausalLM:
+    """Return `make_llama` with noise on its weights: as a draft model, right often and wrong often."""
+    noisy = make_llama(**changes)
+    with torch.no_grad():
+        for parameter, noise in zip(noisy.parameters(), make_llama(1, **changes).parameters(), strict=True):
+            parameter.add_(noise, alpha=scale)
+    return noisy
+
+
+def make_t5(layers: int, **changes: object) -> T5ForConditionalGeneration:
+    """Return a random T5 of the tiny vocabulary."""
+    sizes = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "decoder_start_token_id": 0}
+    torch.manual_seed(layers)
+    return T5ForConditionalGeneration(T5Config(num_layers=layers, **sizes, **changes)).eval()
 
 
 def mostly_slow(cases: Iterable[Any], *fast: Any) -> list[Any]:
@@ -145,15 +169,22 @@ def recipe_file(
     tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch, without_estimate: None
 ) -> Path:
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
-    prompts = tmp_path / "prompts.jsonl"
+    return write_recipe(tmp_path, tiny_target_folder)
+
+
+def write_recipe(place: Path, target: Path, evaluation: dict[str, Any] | None = None, **train: Any) -> Path:
+    """Write prompts, and a recipe for a draft model with other values of `evaluation` and `train`; return its path."""
     texts = [LETTERS[i % 26 :][:4] + LETTERS[(3 * i + i // 26) % 26] for i in range(40)]
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     recipe = {
         "name": "tiny",
-        "output": str(tmp_path / "run"),
-        "target": {"model": str(tiny_target_folder)},
+        "output": str(place / "run"),
+        "target": {"model": str(target)},
         "drafter": {"type": "draft_model"},
-        "data": {"prompts": str(prompts), "prompt_tokens": 16, "response_tokens": 24},
+        "data": {
+            "prompts": str(write_prompts(place / "prompts.jsonl", *texts)),
+            "prompt_tokens": 16,
+            "response_tokens": 24,
+        },
         "train": {
             "steps": 12,
             "batch_size": 8,
@@ -163,9 +194,10 @@ def recipe_file(
             "evaluate_every": 6,
             "checkpoint_every": 4,
             "draft_length": 3,
+            **train,
         },
-        "evaluation": {"count": 4, "max_new_tokens": 8},
+        "evaluation": {"count": 4, "max_new_tokens": 8, **(evaluation or {})},
     }
-    file = tmp_path / "recipe.yaml"
+    file = place / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe))
     return file

@@ -1,9 +1,18 @@
 """Fixtures of commands on tiny models. No test depends on the seconds that they measure."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from commands import write_prompts
+from conftest import make_llama
+from engine_server import chat_tokenizer
 from forked import Server
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from draftsmith.eval.server import measure
+from draftsmith.heads import Medusa
+from draftsmith.heads.checkpoint import describe_target, save_drafter
 
 
 @pytest.fixture(autouse=True)
@@ -23,3 +32,26 @@ def run_server() -> Iterator[Server]:
     served = Server()
     yield served
     served.close()
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    return write_prompts(tmp_path / "few.jsonl", "abcd", "hello", "xyz")
+
+
+@pytest.fixture
+def medusa_folder(tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) -> Path:
+    made_for = describe_target(tiny_target, tiny_tokenizer, "tiny")
+    drafter = Medusa.from_target(tiny_target, num_heads=2)
+    save_drafter(drafter, tmp_path / "medusa", target=made_for, recipe={"name": "x"}, draft_length=2)
+    return tmp_path / "medusa"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a target that an engine of tests/engine_server.py serves."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(measure, "SETTLE_SECONDS", 0.0)
+    make_llama().save_pretrained(tmp_path / "target")
+    chat_tokenizer().save_pretrained(tmp_path / "target")
+    return tmp_path / "target"

@@ -8,38 +8,20 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import make_llama
-from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
+from commands import run, write_prompts
+from conftest import noisy_llama
 
-from draftsmith.cli import main
 from draftsmith.eval.lossless import check as check_module
 
 
 @pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("abcd", "hello", "xyz")))
-    return file
-
-
-@pytest.fixture
 def draft_folder(tmp_path: Path) -> Path:
-    """Right often, wrong often."""
-    noisy = make_llama()
-    with torch.no_grad():
-        for parameter, noise in zip(noisy.parameters(), make_llama(1).parameters(), strict=True):
-            parameter.add_(noise, alpha=0.3)
-    noisy.save_pretrained(tmp_path / "draft")
+    noisy_llama().save_pretrained(tmp_path / "draft")
     return tmp_path / "draft"
 
 
 def _main(*arguments: object) -> int:
-    try:
-        main(["check", *(str(argument) for argument in arguments)])
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
+    return run("check", *arguments)
 
 
 def test_a_lossless_pair(
@@ -108,16 +90,6 @@ def test_what_is_done_is_kept(
     assert (written["finished"], written["verdict"], len(written["arms"])) == (False, "inconclusive", 1)
 
 
-def test_an_encoder_decoder_pair(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, prompts: Path) -> None:
-    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "decoder_start_token_id": 0}
-    for name, layers in {"target": 2, "draft": 1}.items():
-        torch.manual_seed(layers)
-        T5ForConditionalGeneration(T5Config(num_layers=layers, **sizes)).save_pretrained(tmp_path / name)
-        tiny_tokenizer.save_pretrained(tmp_path / name)
-    call = ["--target", tmp_path / "target", "--drafter", tmp_path / "draft", "--prompts", prompts]
-    assert _main(*call, "--tokens", 500) == 0
-
-
 ASSETS = Path(os.environ.get("DRAFTSMITH_ASSETS") or Path(__file__).parents[3] / "shared" / "assets")
 
 
@@ -125,8 +97,8 @@ ASSETS = Path(os.environ.get("DRAFTSMITH_ASSETS") or Path(__file__).parents[3] /
 @pytest.mark.skipif(not (ASSETS / "models").is_dir(), reason="no pretrained models: set DRAFTSMITH_ASSETS")
 @pytest.mark.parametrize(("rule", "code"), [("block", 0), ("token", 0), ("typical", 1)])
 def test_a_pretrained_pair_that_nobody_here_made(tmp_path: Path, rule: str, code: int) -> None:
-    prompts, models = tmp_path / "stories.jsonl", ASSETS / "models"
+    models = ASSETS / "models"
     texts = ["Once upon a time, there was a", "Lily went to the park", "The dog was very", "One day, a boy named Tim"]
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    prompts = write_prompts(tmp_path / "stories.jsonl", *texts)
     call = ["--target", models / "stories260K", "--drafter", models / "stories260K-qat-polish256"]
     assert _main(*call, "--prompts", prompts, "--tokens", 4000, "--rule", rule) == code

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run, write_prompts
 from conftest import make_llama
 from engine_server import Engine, chat_tokenizer
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.cli import main
 from draftsmith.heads.draft_model import DraftModel
 
 SIZES = {"max_position_embeddings": 32}
@@ -41,16 +41,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     make_llama(**SIZES).save_pretrained(tmp_path / "target")
     chat_tokenizer().save_pretrained(tmp_path / "target")
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("abcd", "hello")))
+    write_prompts(tmp_path / "prompts.jsonl", "abcd", "hello")
     return tmp_path / "target"
 
 
 def check(url: str, folder: Path, *more: Any) -> int:
     prompts = folder.parent / "prompts.jsonl"
     command = ["check", "--server", url, "--target", folder, "--prompts", prompts, "--dtype", "float32"]
-    with pytest.raises(SystemExit) as left:
-        main([str(part) for part in [*command, "--tokens", 500, *more]])
-    return int(left.value.code or 0)
+    return run(*command, "--tokens", 500, *more)
 
 
 def test_a_lossless_server_that_fails_in_between(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

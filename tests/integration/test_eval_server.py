@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import make_llama
-from engine_server import Engine, chat_tokenizer
+from commands import run
+from engine_server import Engine
 
-from draftsmith.cli import main
 from draftsmith.errors import ConfigError
 from draftsmith.eval.journal import Numbers
 from draftsmith.eval.server import measure
@@ -50,15 +49,6 @@ class Drafting:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(measure, "SETTLE_SECONDS", 0.0)
-    make_llama().save_pretrained(tmp_path / "target")
-    chat_tokenizer().save_pretrained(tmp_path / "target")
-    return tmp_path / "target"
-
-
-@pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     rows: list[dict[str, Any]] = [{"prompt": letter * 3} for letter in "abcde"]
     rows.append({"turns": ["x", "y"]})
@@ -67,12 +57,10 @@ def prompts(tmp_path: Path) -> Path:
     return file
 
 
-def run(folder: Path, prompts: Path, engine: Engine, out: Path, *more: Any) -> int:
+def served(folder: Path, prompts: Path, engine: Engine, out: Path, *more: Any) -> int:
     options = ["--prompts", prompts, "--temperature", 1, "--repeats", 2, "--max-new-tokens", 7, "--out", out, *more]
     command = ["eval", "server", engine.url, "--target", folder, "--model", "tiny", "--concurrency", 1]
-    with pytest.raises(SystemExit) as left:
-        main([str(part) for part in [*command, "--concurrency", 2, *options]])
-    return int(left.value.code or 0)
+    return run(*command, "--concurrency", 2, *options)
 
 
 def test_tau_acceptance_and_speed_of_vllm(
@@ -80,17 +68,17 @@ def test_tau_acceptance_and_speed_of_vllm(
 ) -> None:
     """With a baseline on a second server, and again from its eval.json."""
     with Drafting("vllm").engine.running() as engine, Drafting(None).engine.running() as plain:
-        served = f"--target {folder} --model tiny --prompts {prompts}"
-        assert run(folder, prompts, engine, tmp_path / "one", "--baseline", plain.url) == 0
+        words = f"--target {folder} --model tiny --prompts {prompts}"
+        assert served(folder, prompts, engine, tmp_path / "one", "--baseline", plain.url) == 0
         both = f"--drafter FOLDER --server {plain.url} --server {engine.url}"
-        assert capsys.readouterr().out.endswith(f"\nnext: draftsmith forecast {served} {both}\n")
-        assert run(folder, prompts, plain, tmp_path / "alone") == 0
-        again = f"\nnext: draftsmith eval server {plain.url} {served} --baseline URL_WITHOUT_DRAFTER"
+        assert capsys.readouterr().out.endswith(f"\nnext: draftsmith forecast {words} {both}\n")
+        assert served(folder, prompts, plain, tmp_path / "alone") == 0
+        again = f"\nnext: draftsmith eval server {plain.url} {words} --baseline URL_WITHOUT_DRAFTER"
         again += f" --out {tmp_path}/alone-beside\n"
         assert capsys.readouterr().out.endswith(again)
-        assert run(folder, prompts, engine, tmp_path / "two", "--baseline", tmp_path / "alone") == 0
+        assert served(folder, prompts, engine, tmp_path / "two", "--baseline", tmp_path / "alone") == 0
         assert capsys.readouterr().out.endswith(both.replace(plain.url, "URL_WITHOUT_DRAFTER") + "\n")
-        assert run(folder, prompts, engine, tmp_path / "two") == 2
+        assert served(folder, prompts, engine, tmp_path / "two") == 2
     for name in ("one", "two"):
         stored = json.loads((tmp_path / name / "eval.json").read_text())
         assert [row["concurrency"] for row in stored["server"]] == [1, 2]
@@ -106,13 +94,16 @@ def test_tau_acceptance_and_speed_of_vllm(
     alone = json.loads((tmp_path / "alone" / "eval.json").read_text())
     assert [row["tau"] for row in alone["server"]] == [None, None]
     capsys.readouterr()
-    with pytest.raises(SystemExit):
-        main(["eval", "compare", str(tmp_path / "one"), str(tmp_path / "two")])
+    assert run("eval", "compare", tmp_path / "one", tmp_path / "two") == 0
     assert "tau does not differ measurably" in " ".join(capsys.readouterr().out.split())
 
 
 def test_servers_take_turns_and_a_killed_measurement_continues(
-    folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    prompts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first server fails in the middle; the same command asks only for what is missing, also after a cut line."""
     order: list[str] = []
@@ -127,12 +118,12 @@ def test_servers_take_turns_and_a_killed_measurement_continues(
     with Drafting("vllm").engine.running() as engine, Drafting(None).engine.running() as plain:
         with monkeypatch.context() as patched:
             patched.setattr(measure.ServerRun, "batch", watched)
-            assert run(folder, prompts, engine, tmp_path / "out", "--baseline", plain.url) != 0
+            assert served(folder, prompts, engine, tmp_path / "out", "--baseline", plain.url) != 0
         one, other = (url.url + "/v1" for url in (engine, plain))
         assert order == [one, other, one, other, other, one, one], "warm-up, then in turns"
         journal = tmp_path / "out" / "batches.jsonl"
         assert journal.read_text().count('"fact"') == 5
-        assert run(folder, prompts, engine, tmp_path / "out", "--baseline", plain.url, "--seed", 9) == 2
+        assert served(folder, prompts, engine, tmp_path / "out", "--baseline", plain.url, "--seed", 9) == 2
         assert "holds another run: seed=0 there, 9 here" in " ".join(capsys.readouterr().err.split())
         journal.write_text(journal.read_text()[:-9])
         asked: list[str] = []
@@ -142,7 +133,7 @@ def test_servers_take_turns_and_a_killed_measurement_continues(
             return await batch(self, *arguments)
 
         monkeypatch.setattr(measure.ServerRun, "batch", counted)
-        assert run(folder, prompts, engine, tmp_path / "out", "--baseline", plain.url) == 0
+        assert served(folder, prompts, engine, tmp_path / "out", "--baseline", plain.url) == 0
         assert len(asked) == 2 + 2 * 2 * (6 + 3) - 4, "warm-up, and all batches but those in whole lines"
     rows = json.loads((tmp_path / "out" / "eval.json").read_text())["server"]
     assert [(row["tau"], row["acceptance_at"]) for row in rows] == [(2.0, [1.0, 0.0])] * 2
@@ -153,11 +144,17 @@ def test_servers_take_turns_and_a_killed_measurement_continues(
     ("style", "acceptance", "alpha"), [("sglang", [], None), ("llamacpp", [1.0, 0.0], 0.5)], ids=["sglang", "llama"]
 )
 def test_tau_and_acceptance_of_other_engines(
-    style: str, acceptance: list[float], alpha: float | None, folder: Path, prompts: Path, tmp_path: Path, capsys: Any
+    style: str,
+    acceptance: list[float],
+    alpha: float | None,
+    folder: Path,
+    prompts: Path,
+    tmp_path: Path,
+    capsys: Any,
 ) -> None:
     """SGLang counts verifications alone. The result is printed as JSON, too."""
     with Drafting(style).engine.running() as engine:
-        assert run(folder, prompts, engine, tmp_path / "out", "--json") == 0
+        assert served(folder, prompts, engine, tmp_path / "out", "--json") == 0
     stored = json.loads((tmp_path / "out" / "eval.json").read_text())
     assert [(row["tau"], row["acceptance_at"], row["alpha"]) for row in stored["server"]] == [
         (2.0, acceptance, alpha)
@@ -171,19 +168,17 @@ def test_a_server_that_loses_temperatures_is_refused(
 ) -> None:
     """Its answers at T=0.01 are as those at T=1, and it is measured at T=0 alone."""
     with Engine(loses_temperatures=True).running() as engine, Engine().running() as other:
-        assert run(folder, prompts, engine, tmp_path / "out") == 2
+        assert served(folder, prompts, engine, tmp_path / "out") == 2
         said = " ".join(capsys.readouterr().err.split())
         assert f"server {engine.url}/v1: 8 of 8 answers at T=0.01 are other texts than the greedy ones" in said
         assert "does not sample at the temperature that it is asked for" in said
         assert not (tmp_path / "out" / "eval.json").exists()
         assert all(body["temperature"] <= 0.01 for body in engine.asked), "nothing was measured"
-        assert run(folder, prompts, other, tmp_path / "out", "--baseline", engine.url) == 2
+        assert served(folder, prompts, other, tmp_path / "out", "--baseline", engine.url) == 2
         assert f"server {engine.url}/v1: 8 of 8 answers" in " ".join(capsys.readouterr().err.split())
         command = ["eval", "server", engine.url, "--target", folder, "--model", "tiny", "--prompts", prompts]
-        with pytest.raises(SystemExit) as left:
-            main([str(part) for part in [*command, "--temperature", 0, "--repeats", 1, "--out", tmp_path / "zero"]])
-        assert not left.value.code
-        assert run(folder, prompts, other, tmp_path / "out") == 0
+        assert run(*command, "--temperature", 0, "--repeats", 1, "--out", tmp_path / "zero") == 0
+        assert served(folder, prompts, other, tmp_path / "out") == 0
 
 
 def test_a_local_measurement_is_compared_with_a_server(
@@ -192,27 +187,24 @@ def test_a_local_measurement_is_compared_with_a_server(
     """The local drafter accepts nothing else than prompt lookup does; the engine's first position is far better."""
     local = ["eval", "--target", folder, "--drafter", "suffix", "--prompts", prompts, "--temperature", 1]
     local += ["--max-new-tokens", 7, "--repeats", 2, "--out", tmp_path / "local", "--gamma", 2]
-    with pytest.raises(SystemExit):
-        main([str(part) for part in local])
+    assert run(*local) == 0
     with Drafting("vllm").engine.running() as engine:
-        assert run(folder, prompts, engine, tmp_path / "served") == 0
+        assert served(folder, prompts, engine, tmp_path / "served") == 0
     capsys.readouterr()
-    with pytest.raises(SystemExit) as left:
-        main(["eval", "compare", str(tmp_path / "local"), str(tmp_path / "served")])
+    assert run("eval", "compare", tmp_path / "local", tmp_path / "served") == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert not left.value.code
     assert "B's tiny (engine): tau" in said
     assert "a real difference" in said
 
 
 def test_wrong_options_and_servers(folder: Path, prompts: Path, tmp_path: Path, capsys: Any) -> None:
     with Engine(model="other").running() as engine:
-        assert run(folder, prompts, engine, tmp_path / "out") == 2
+        assert served(folder, prompts, engine, tmp_path / "out") == 2
         assert "does not serve tiny" in capsys.readouterr().err
-        assert run(folder, prompts, engine, tmp_path / "out", "--baseline", tmp_path / "none") == 2
-        assert run(folder, prompts, engine, tmp_path / "out", "--concurrency", 2) == 2
+        assert served(folder, prompts, engine, tmp_path / "out", "--baseline", tmp_path / "none") == 2
+        assert served(folder, prompts, engine, tmp_path / "out", "--concurrency", 2) == 2
         assert "each only once" in capsys.readouterr().err
-    assert run(folder, prompts, engine, tmp_path / "out") == 2
+    assert served(folder, prompts, engine, tmp_path / "out") == 2
     said = " ".join(capsys.readouterr().err.split())
     assert f"server {engine.url}/v1 cannot be reached" in said
     assert not (tmp_path / "out").exists(), "the same --out serves the corrected command"
@@ -222,28 +214,25 @@ def test_a_baseline_is_checked_before_anything_is_measured(
     folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with Drafting(None).engine.running() as plain, Drafting("vllm").engine.running() as engine:
-        assert run(folder, prompts, plain, tmp_path / "alone") == 0
-        assert run(folder, prompts, engine, tmp_path / "drafting") == 0
+        assert served(folder, prompts, plain, tmp_path / "alone") == 0
+        assert served(folder, prompts, engine, tmp_path / "drafting") == 0
     stored = json.loads((tmp_path / "alone" / "eval.json").read_text())
     del stored["server"]
     (tmp_path / "local.json").write_text(json.dumps(stored))
-    served = Drafting("vllm")
-    with served.engine.running() as engine:
+    asked = Drafting("vllm")
+    with asked.engine.running() as engine:
         for more, reason in {
             ("--repeats", 3): "has no 3 repeats of these prompts at T=1, concurrency 1",
-            ("--concurrency", 3): "concurrency 3; expected a measurement with the same",
-            ("--temperature", 0): "at T=0, concurrency 1",
             ("--count", 3): "has other prompts",
-            ("--max-new-tokens", 5): "alone was measured with max_new_tokens=7; expected 5",
             ("--top-p", 0.9): "alone was measured with top_p=None; expected 0.9",
             ("--baseline", tmp_path / "drafting"): "on a server that drafts; expected one without a drafter",
             ("--baseline", tmp_path / "local.json"): "local.json was not measured on a server; expected",
         }.items():
-            assert run(folder, prompts, engine, tmp_path / "out", "--baseline", tmp_path / "alone", *more) == 2
+            assert served(folder, prompts, engine, tmp_path / "out", "--baseline", tmp_path / "alone", *more) == 2
             assert reason in " ".join(capsys.readouterr().err.split())
-        assert run(folder, prompts, engine, tmp_path / "out", "--baseline", "http://127.0.0.1:9") == 2
+        assert served(folder, prompts, engine, tmp_path / "out", "--baseline", "http://127.0.0.1:9") == 2
         assert "127.0.0.1:9" in capsys.readouterr().err
-    assert served.answers == 0
+    assert asked.answers == 0
     assert not (tmp_path / "out" / "eval.json").exists()
 
 
@@ -276,7 +265,7 @@ def test_a_server_with_other_requests_is_refused(folder: Path, prompts: Path, tm
     drafts = count()
     busy = Engine(metrics=lambda _: f"vllm:spec_decode_num_drafts_total {next(drafts)}")
     with busy.running() as engine:
-        assert run(folder, prompts, engine, tmp_path / "out") == 2
+        assert served(folder, prompts, engine, tmp_path / "out") == 2
     expected = "its counters changed in each of 50 readings; expected none during a measurement"
     assert expected in " ".join(capsys.readouterr().err.split())
 

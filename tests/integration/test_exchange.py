@@ -1,16 +1,18 @@
 """`draftsmith export` and `draftsmith import`: from a checkpoint to another engine's folder and back."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from commands import run as command
 from conftest import make_llama
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith import load_drafter
-from draftsmith.cli import main
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.checkpoint import describe_target, save_drafter
@@ -19,24 +21,32 @@ from draftsmith.hub.export import stored_dtype
 STAGE = "  stage: comparing the drafter with the target\n"
 
 
-def run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as stop:
-        main(list(arguments))
-    printed = capsys.readouterr()
-    return int(stop.value.code or 0), printed.out, printed.err
+def run(capsys: pytest.CaptureFixture, *arguments: object) -> tuple[int, str, str]:
+    code, printed = command(*arguments), capsys.readouterr()
+    return code, printed.out, printed.err
 
 
 @pytest.fixture
-def pair(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> tuple[LlamaForCausalLM, str, str]:
-    """A target, its folder, and the folder of an EAGLE-3 drafter that was made for it."""
-    target = make_llama(num_hidden_layers=8).requires_grad_(False)
-    target.save_pretrained(tmp_path / "target")
-    tiny_tokenizer.save_pretrained(tmp_path / "target")
-    torch.manual_seed(1)
-    drafter = HEADS["eagle3"].from_target(target, draft_vocabulary=list(range(0, 64, 2)))
-    made_for = describe_target(target, tiny_tokenizer, str(tmp_path / "target"))
-    save_drafter(drafter, tmp_path / "drafter", target=made_for, recipe=None, draft_length=4, tokenizer=tiny_tokenizer)
-    return target, str(tmp_path / "target"), str(tmp_path / "drafter")
+def saved(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> Callable[..., Any]:
+    """Save a target, and a drafter that was made for it; return both and their folders."""
+
+    def save(kind: str, length: int, sizes: dict[str, int], **options: Any) -> tuple[Any, str, Any, str]:
+        target = make_llama(**sizes).requires_grad_(False)
+        target.save_pretrained(tmp_path / "target")
+        tiny_tokenizer.save_pretrained(tmp_path / "target")
+        torch.manual_seed(1)
+        drafter, folder = HEADS[kind].from_target(target, **options), tmp_path / "drafter"
+        made_for = describe_target(target, tiny_tokenizer, str(tmp_path / "target"))
+        save_drafter(drafter, folder, target=made_for, recipe=None, draft_length=length, tokenizer=tiny_tokenizer)
+        return target, str(tmp_path / "target"), drafter, str(folder)
+
+    return save
+
+
+@pytest.fixture
+def pair(saved: Callable[..., Any]) -> tuple[LlamaForCausalLM, str, str]:
+    target, folder, _, drafter = saved("eagle3", 4, {"num_hidden_layers": 8}, draft_vocabulary=list(range(0, 64, 2)))
+    return target, folder, drafter
 
 
 @pytest.mark.parametrize("format", ["vllm", "sglang"])
@@ -70,41 +80,27 @@ def test_there_and_back(
 
 
 def test_the_dtype_is_that_of_the_checkpoint_or_as_asked(
-    pair: tuple[LlamaForCausalLM, str, str], tmp_path: Path, capsys: pytest.CaptureFixture
+    saved: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    _, target, drafter = pair
-    common = ["export", drafter, "--format", "sglang", "--target", target, "--out"]
-    assert run(capsys, *common, str(tmp_path / "as-is"))[0] == 0
-    assert run(capsys, *common, str(tmp_path / "half"), "--dtype", "bfloat16")[0] == 0
-    assert [stored_dtype(tmp_path / name) for name in ("as-is", "half")] == ["float32", "bfloat16"]
-    assert "--dtype bfloat16" in (tmp_path / "half" / "README.md").read_text()
-    half = str(tmp_path / "half")
-    code, _, err = run(capsys, "import", half, "--target", target, "--gamma", "6", "--out", str(tmp_path / "own"))
-    assert code == 0
-    assert err.startswith(STAGE), "and lines that say how long is left"
-    assert stored_dtype(tmp_path / "own") == "bfloat16"
-    assert json.loads((tmp_path / "own" / "config.json").read_text())["draftsmith"]["draft_length"] == 6
-
-
-def test_float16_leaves_the_target_what_it_is(
-    pair: tuple[LlamaForCausalLM, str, str], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    """Its weights, as those of most targets, have numbers that float16 rounds away."""
-    target, target_folder, _ = pair
+    """The target stays what it is: its weights, as those of most, have numbers that float16 rounds away."""
+    target, target_folder, drafter, folder = saved("eagle3", 4, {"num_hidden_layers": 8})
     for parameter in target.parameters():
         parameter.view(-1)[::3] *= 1e-7
     target.save_pretrained(target_folder)
-    drafter = HEADS["eagle3"].from_target(target)
-    save_drafter(
-        drafter, tmp_path / "d", target=describe_target(target, None, target_folder), recipe=None, draft_length=4
-    )
+    made_for = describe_target(target, None, target_folder)
+    save_drafter(drafter, Path(folder), target=made_for, recipe=None, draft_length=4)
     common = ["--target", target_folder, "--out"]
-    exported = ["export", str(tmp_path / "d"), "--format", "vllm", "--dtype", "float16", *common, str(tmp_path / "out")]
-    assert run(capsys, *exported)[0] == 0
-    assert run(capsys, "import", str(tmp_path / "out"), *common, str(tmp_path / "back"))[0] == 0
-    assert stored_dtype(tmp_path / "out") == stored_dtype(tmp_path / "back") == "float16"
-    back = load_drafter(tmp_path / "back", target).state_dict()
-    assert all(torch.equal(value.half().float(), back[name]) for name, value in drafter.state_dict().items()
+    for dtype in ("float32", "bfloat16", "float16"):
+        asked = [] if dtype == "float32" else ["--dtype", dtype]
+        assert run(capsys, "export", folder, "--format", "sglang", *asked, *common, tmp_path / dtype)[0] == 0
+        assert stored_dtype(tmp_path / dtype) == dtype
+    assert "--dtype bfloat16" in (tmp_path / "bfloat16" / "README.md").read_text()
+    assert run(capsys, "import", tmp_path / "float16", "--gamma", "6", *common, tmp_path / "back")[0] == 0
+    assert stored_dtype(tmp_path / "back") == "float16"
+    back = load_drafter(tmp_path / "back", target)
+    assert back.draft_length_hint == 6
+    state = back.state_dict()
+    assert all(torch.equal(value.half().float(), state[name]) for name, value in drafter.state_dict().items()
                if value.is_floating_point())  # fmt: skip
 
 
@@ -157,18 +153,12 @@ def test_mistakes_are_told_in_one_line_before_any_work(
 
 
 def test_an_imported_draft_length_stays_within_reach(
-    tmp_path: Path, capsys: pytest.CaptureFixture, tiny_tokenizer: PreTrainedTokenizerFast
+    saved: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """Medusa heads: no more tokens than heads."""
-    target = make_llama().requires_grad_(False)
-    target.save_pretrained(tmp_path / "target")
-    tiny_tokenizer.save_pretrained(tmp_path / "target")
-    drafter = HEADS["medusa"].from_target(target, num_heads=2)
-    made_for = describe_target(target, tiny_tokenizer, "target")
-    save_drafter(drafter, tmp_path / "drafter", target=made_for, recipe=None, draft_length=2)
-    common = ["--target", str(tmp_path / "target"), "--out"]
-    arguments = [str(tmp_path / "drafter"), "--format", "vllm", *common, str(tmp_path / "out")]
-    assert run(capsys, "export", *arguments)[0] == 0
+    _, target, _, drafter = saved("medusa", 2, {}, num_heads=2)
+    common = ["--target", target, "--out"]
+    assert run(capsys, "export", drafter, "--format", "vllm", *common, tmp_path / "out")[0] == 0
     published = ["import", str(tmp_path / "out"), *common, str(tmp_path / "back")]
     code, _, err = run(capsys, *published, "--gamma", "3")
     assert (code, "gamma=3; expected at most 2" in err) == (2, True)
@@ -178,22 +168,16 @@ def test_an_imported_draft_length_stays_within_reach(
 
 
 def test_a_draft_model_leaves_nothing_of_ours_behind(
-    tmp_path: Path, capsys: pytest.CaptureFixture, tiny_tokenizer: PreTrainedTokenizerFast
+    saved: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """Its export is any transformers model: no section, but the tokenizer; and comes back as ours."""
-    target = make_llama().requires_grad_(False)
-    target.save_pretrained(tmp_path / "target")
-    tiny_tokenizer.save_pretrained(tmp_path / "target")
-    drafter = HEADS["draft_model"].from_target(target, num_hidden_layers=1)
-    made_for = describe_target(target, tiny_tokenizer, "/a/private/path")
-    save_drafter(drafter, tmp_path / "drafter", target=made_for, recipe=None, draft_length=2)
-    common = ["--target", str(tmp_path / "target"), "--out"]
+    target, target_folder, drafter, folder = saved("draft_model", 2, {}, num_hidden_layers=1)
+    common = ["--target", target_folder, "--out"]
     for format in ("transformers", "vllm", "sglang"):
         out = tmp_path / format
-        arguments = ["export", str(tmp_path / "drafter"), "--format", format, *common, str(out)]
-        assert run(capsys, *arguments)[0] == 0
+        assert run(capsys, "export", folder, "--format", format, *common, out)[0] == 0
         assert (out / "tokenizer.json").is_file()
-        assert not any("private" in file.read_text() for file in out.glob("*.json"))
+        assert not any(str(tmp_path) in file.read_text() for file in out.glob("*.json"))
     assert run(capsys, "import", str(tmp_path / "vllm"), *common, str(tmp_path / "back"))[0] == 0
     again = load_drafter(tmp_path / "back", target).state_dict()
     assert all(torch.equal(value, again[name]) for name, value in drafter.state_dict().items())

@@ -1,22 +1,18 @@
-"""A killed run costs nothing: kills at any moment, signals, a full disk, other process counts, failing trackers.
+"""A killed run costs nothing: kills at any write, signals, a full disk, other process counts, failing trackers.
 
 Runs are forked from a process that has everything imported (tests/forked.py), so that a kill costs a fraction of a
 second; what goes wrong inside them is in tests/traps.py.
 """
 
 import json
-import os
-import random
 import shutil
 import signal
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from conftest import LETTERS, mostly_slow
+from conftest import mostly_slow, write_recipe
 from forked import Processes, Server
 from safetensors.torch import load_file
 
@@ -33,7 +29,6 @@ class Runs:
 
     place: Path
     server: Processes
-    _rows: dict[str, int] = field(default_factory=dict)
 
     def folder(self, name: str) -> Path:
         return self.place / name
@@ -46,22 +41,6 @@ class Runs:
     def run(self, name: str, *overrides: str, processes: int = 1, **traps: dict[str, Any]) -> list[int]:
         """Exit codes by process."""
         return self.server.wait(self.start(name, *overrides, processes=processes, **traps))
-
-    def wait_for_rows(self, name: str) -> None:
-        """Until a start of this run has got as far as its metrics, which it writes anew."""
-        file = self.folder(name) / "metrics.jsonl"
-        before, deadline = self._rows.get(name), time.monotonic() + 60
-        while (now := file.stat().st_ino if file.exists() else None) in (before, None):
-            assert time.monotonic() < deadline, self.log(name).read_text()
-            time.sleep(0.002)
-        self._rows[name] = now
-
-    def wait_for_steps(self, name: str, count: int) -> None:
-        """Until a run has done `count` more than it had when it was asked, or all."""
-        wanted, deadline = min(len(self.losses(name)) + count, STEPS), time.monotonic() + 60
-        while len(self.losses(name)) < wanted:
-            assert time.monotonic() < deadline, self.log(name).read_text()
-            time.sleep(0.002)
 
     def finished(self, name: str) -> bool:
         return (self.folder(name) / "finished.json").exists()
@@ -106,67 +85,11 @@ def runs(place: Path, server: Processes, tiny_target_folder: Path) -> Runs:
     if (place / "recipe.yaml").exists():
         return made
     shutil.copytree(tiny_target_folder, place / "target")
-    texts = [LETTERS[i % 26 :][:4] + LETTERS[(3 * i + i // 26) % 26] for i in range(40)]
-    (place / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    recipe = {
-        "name": "tiny",
-        "output": "replaced",
-        "target": {"model": str(place / "target")},
-        "drafter": {"type": "draft_model"},
-        "data": {"prompts": str(place / "prompts.jsonl"), "prompt_tokens": 16, "response_tokens": 24},
-        "train": {
-            "steps": STEPS,
-            "seed": 8,
-            "batch_size": 8,
-            "optimizer": "adamw",
-            "learning_rate": 3e-3,
-            "mixed_precision": "no",
-            "evaluate_every": 4,
-            "checkpoint_every": 3,
-            "draft_length": 3,
-        },
-        "evaluation": {"count": 3, "max_new_tokens": 12, "temperature": 1.0},
-    }
-    (place / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    decoded = {"count": 3, "max_new_tokens": 12, "temperature": 1.0}
+    write_recipe(place, place / "target", decoded, steps=STEPS, seed=8, evaluate_every=4, checkpoint_every=3)
     for name, processes, overrides in (("whole", 1, ()), ("two", 2, ()), ("short", 1, SHORT)):
         assert made.run(name, *overrides, processes=processes) == [0] * processes, made.log(name).read_text()
     return made
-
-
-@pytest.mark.parametrize("wanted", mostly_slow([6, 20], 6))
-def test_kills_at_random_moments_change_nothing(wanted: int, runs: Runs) -> None:
-    """Spread over the time that a run takes; one that ends before enough of them is begun anew."""
-    started = time.perf_counter()
-    timed = f"timed-{wanted}"
-    (pid,) = runs.start(timed)
-    runs.wait_for_rows(timed)
-    begun = time.perf_counter()
-    while not runs.finished(timed):
-        time.sleep(0.002)
-    before_loop, in_loop = begun - started, time.perf_counter() - begun
-    assert runs.server.wait([pid]) == [0]
-    assert runs.result(timed) == runs.result("whole")
-    assert len({row["evaluation"]["tau"] for row in runs.result("whole")[0] if "evaluation" in row}) > 3
-    dice, kills, lost, number = random.Random(0), 0, set(), 0
-    while kills < wanted:
-        name, number = f"killed-{wanted}-{number}", number + 1
-        for kill in range(5):
-            (pid,) = runs.start(name)
-            if kill == 2:
-                time.sleep(dice.uniform(0, 1) * before_loop)
-            else:
-                runs.wait_for_rows(name)
-                runs.wait_for_steps(name, dice.randint(0, 9))
-                time.sleep(dice.uniform(0, 1) * in_loop / STEPS)
-            os.kill(pid, signal.SIGKILL)
-            kills += runs.server.wait([pid]) == [KILLED]
-            lost.add(len(runs.losses(name)))
-            if runs.finished(name):
-                break
-        assert runs.run(name) == [0], runs.log(name).read_text()
-        assert runs.result(name) == runs.result("whole")
-        assert runs.leftovers(name) == []
-    assert len(lost) >= 0.3 * wanted, f"kills came at different steps: {lost}"
 
 
 FEWEST = {False: 10, True: 20}
@@ -334,10 +257,3 @@ def test_a_resumed_run_continues_the_same_tracker_run(runs: Runs) -> None:
     assert [event.step for event in events.Scalars("evaluation/tau")] == [0, 4, 8]
     assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(runs.losses("board"))
     assert len(list((runs.folder("board") / "tracker" / "draftsmith").rglob("hparams.yml"))) == 1
-    short = (*short[:-1], "tracker=wandb")
-    assert runs.run("wandb", *short, kill_at_step={"step": 6}) == [KILLED]
-    assert runs.run("wandb", *short) == [0]
-    starts = sorted((runs.folder("wandb") / "tracker" / "wandb").glob("offline-run-*/*.wandb"))
-    assert len(starts) == 2
-    assert len({file.parent.name.rpartition("-")[2] for file in starts}) == 1, "two starts of one run"
-    assert b"train/batch_size" in starts[-1].read_bytes(), "the recipe's values"

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run, write_prompts
 from conftest import make_llama
-from engine_server import Engine, chat_tokenizer
+from engine_server import Engine
 
-from draftsmith.cli import main
 from draftsmith.eval.forecast import served
 from draftsmith.eval.forecast.profile import CostModel, DrafterSeconds
-from draftsmith.eval.server import measure
 from draftsmith.eval.server.measure import CounterRoutes
 from draftsmith.heads import HEADS
 from draftsmith.heads.checkpoint import describe_target, save_drafter
@@ -54,23 +53,17 @@ class Timed:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(measure, "SETTLE_SECONDS", 0.0)
+def folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, value in {"SHORT": 2, "LONG": 32, "TURNS": 4}.items():
         monkeypatch.setattr(served, name, value)
-    make_llama().save_pretrained(tmp_path / "target")
-    chat_tokenizer().save_pretrained(tmp_path / "target")
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "abc"}\n{"prompt": "hello"}\n')
-    return tmp_path / "target"
+    write_prompts(folder.parent / "prompts.jsonl", "abc", "hello")
+    return folder
 
 
-def run(folder: Path, out: str, *more: Any) -> int:
+def forecast(folder: Path, out: str, *more: Any) -> int:
     call = ["forecast", "--target", folder, "--drafter", f"self={folder}", "--out", folder.parent / out]
     call += ["--prompts", folder.parent / "prompts.jsonl", "--max-new-tokens", 12, *more]
-    with pytest.raises(SystemExit) as left:
-        main([str(part) for part in call])
-    return int(left.value.code or 0)
+    return run(*call)
 
 
 def test_the_best_length_by_load_and_where_drafting_ends(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +72,7 @@ def test_the_best_length_by_load_and_where_drafting_ends(folder: Path, capsys: p
     sizes = ["--temperature", 0, "--batch-size", 1, "--batch-size", 8]
     with Timed(0).engine.running() as plain, Timed(3).engine.running() as drafting:
         servers = ["--server", plain.url, "--server", drafting.url, "--model", "tiny", "--context", 20]
-        assert run(folder, "one", *sizes, *servers, "--save-profile", profile, "--write", plan) == 0
+        assert forecast(folder, "one", *sizes, *servers, "--save-profile", profile, "--write", plan) == 0
     lengths = {len(body["prompt"]) for body in plain.asked if body.get("ignore_eos")}
     assert lengths == {20}
     assert all(body["temperature"] == 0 for body in plain.asked), "an engine that loses temperatures is timed at T=0"
@@ -105,7 +98,7 @@ def test_the_best_length_by_load_and_where_drafting_ends(folder: Path, capsys: p
     assert len(read.repeats) >= 2
     assert read.alone[1] >= ROUND
     assert "20 tokens of context" in read.name
-    assert run(folder, "two", *sizes, "--profile", profile) == 0
+    assert forecast(folder, "two", *sizes, "--profile", profile) == 0
 
 
 def test_the_lines_of_a_head_name_its_export(
@@ -126,17 +119,13 @@ def test_the_lines_of_a_head_name_its_export(
     monkeypatch.chdir(folder.parent)
     servers = ["--server", "http://a", "--server", "http://b", "--model", "tiny", "--temperature", "1"]
     call = ["forecast", "--target", str(folder), "--drafter", "./peagle", "--prompts", "prompts.jsonl", *servers]
-    with pytest.raises(SystemExit) as left:
-        main([*call, "--max-new-tokens", "12", "--out", "out"])
-    assert not left.value.code
+    assert run(*call, "--max-new-tokens", "12", "--out", "out") == 0
     said = capsys.readouterr().out.splitlines()
     (command,) = [line for line in said if line.startswith("first: ")]
     engine = json.loads(Path("out/forecast.json").read_text())["engine"]
     assert engine["export"] == {"vllm": command.removeprefix("first: ")}
     assert (engine["vllm"]["method"], engine["vllm"]["draft_sample_method"]) == ("eagle3", "probabilistic")
-    with pytest.raises(SystemExit) as left:
-        main(shlex.split(command)[2:])
-    assert not left.value.code
+    assert run(*shlex.split(command)[2:]) == 0
     written = json.loads((Path(engine["vllm"]["model"]) / "config.json").read_text())
     assert written["speculators_model_type"] == "peagle"
 
@@ -149,7 +138,7 @@ def test_lengths_between_measured_ones_and_sglang(folder: Path) -> None:
         Timed(3, "sglang").engine.running() as two,
     ):
         servers = [part for each in (plain, one, middle, two) for part in ("--server", each.url)]
-        assert run(folder, "out", "--temperature", 1, *servers, "--model", "tiny") == 0
+        assert forecast(folder, "out", "--temperature", 1, *servers, "--model", "tiny") == 0
     stored = json.loads((folder.parent / "out" / "forecast.json").read_text())
     assert {row["policy"] for row in stored["rows"]} == {f"chain:draft_length={k}" for k in (1, 2, 3)}
     assert stored["engine"]["off_from"] is None
@@ -180,7 +169,7 @@ def test_what_cannot_be_measured_is_refused(folder: Path, capsys: pytest.Capture
         plain_ones = ["--server", plain.url, "--server", other.url, "--model", "tiny", "--temperature", 0]
         cases.append((plain_ones, "expected one without a drafter and different draft lengths"))
         for options, said in cases:
-            assert run(folder, "no", *options) == 2, options
+            assert forecast(folder, "no", *options) == 2, options
             assert said in " ".join(capsys.readouterr().err.split()), options
         assert not (folder.parent / "no" / "forecast.json").exists()
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run
 
-from draftsmith import cli
 from draftsmith.distill import dataset as examples
 from draftsmith.distill import regeneration as samples
 from draftsmith.eval import evaluation as measure
@@ -39,15 +39,8 @@ def refuse_to_write(*_: object, **options: object) -> None:
 
 
 @pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    file = tmp_path / "few.jsonl"
-    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("abcd", "hello", "xyz")))
-    return file
-
-
-@pytest.fixture
 def asked(recipe_file: Path, prompts: Path, tmp_path: Path) -> dict[str, list[str]]:
-    """Command lines, by what they do; each writes into `out` alone, or into the cache."""
+    """Command lines, by what they do; each writes into `out` alone."""
     target = ["--target", str(tmp_path / "tiny-target")]
     pair = [*target, "--drafter", "prompt-lookup", "--prompts", str(prompts)]
     out = ["--out", str(tmp_path / "out")]
@@ -55,14 +48,6 @@ def asked(recipe_file: Path, prompts: Path, tmp_path: Path) -> dict[str, list[st
         "eval": ["eval", *pair, *out, "--repeats", "2", *SMALL],
         "forecast": ["forecast", *pair, *out, "--max-draft-length", "2", *SMALL],
     }
-
-
-def run(command: list[str]) -> int:
-    try:
-        cli.main(command)
-    except SystemExit as stop:
-        return int(stop.code or 0)
-    return 0
 
 
 def test_a_complete_cache_is_read_where_nothing_can_be_written(
@@ -95,14 +80,14 @@ def test_a_measurement_continues_where_the_disk_was_full(
     with monkeypatch.context() as patched:
         patched.setattr(measure, "write_report", write_report)
         for place in (file, tmp_path / "out"):
-            assert run(asked["eval"]) == 2
+            assert run(*asked["eval"]) == 2
             line = capsys.readouterr().err.splitlines()[-1]
             assert line == (
                 f"DraftsmithError: {place} cannot be written (File too large); earlier results are kept; with "
                 "enough space, the same command continues from them"
             )
     everything = len(added)
-    assert run(asked["eval"]) == 0
+    assert run(*asked["eval"]) == 0
     assert len(added) == everything, "nothing is measured again"
     assert len(added) - 1 == len(set(added)) == 12, "the cell in hand alone was lost"
     assert json.loads((tmp_path / "out" / "eval.json").read_text())["rows"]
@@ -112,7 +97,7 @@ def test_a_forecast_that_cannot_be_kept_is_shown(
     asked: dict[str, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(forecast, "write_json", refuse_to_write)
-    assert run(asked["forecast"]) == 2
+    assert run(*asked["forecast"]) == 2
     printed = capsys.readouterr()
     assert "best at T=0, batch size 1:" in " ".join(printed.out.split())
     assert printed.err.splitlines()[-1] == (

@@ -51,17 +51,13 @@ def test_at_the_end(hub: Hub, recipe_file: Path, tmp_path: Path, capfd: pytest.C
         assert not file.is_file() or TOKEN.encode() not in file.read_bytes()
 
 
-def test_refused_before_any_work(hub: Hub, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = "hf_" + "NotTheRightOne" * 2
-    for token, given, message in (
-        (wrong, REPO, r"refused the token \(401\)"),
-        (TOKEN, "other/name", r"has no write access to it \(403\)"),
-        (TOKEN, "a/b/c", r"publish\.repo='a/b/c'; expected user/name"),
+def test_refused_before_any_work(hub: Hub, recipe_file: Path, tmp_path: Path) -> None:
+    for given, message in (
+        ("other/name", r"has no write access to it \(403\)"),
+        ("a/b/c", r"publish\.repo='a/b/c'; expected user/name"),
     ):
-        monkeypatch.setenv("HF_TOKEN", token)
-        with pytest.raises(ConfigError, match=message) as refused:
+        with pytest.raises(ConfigError, match=message):
             _train(recipe_file, f"publish.repo={given}")
-        assert token not in str(refused.value)
         assert not (tmp_path / "run").exists()
     hub.fail = {"POST .*/preupload/": 403}  # a repository that is there, and that others may write to
     with pytest.raises(ConfigError, match=r"has no write access to it \(403\)"):
@@ -69,8 +65,6 @@ def test_refused_before_any_work(hub: Hub, recipe_file: Path, tmp_path: Path, mo
     assert not (tmp_path / "run").exists()
     with pytest.raises(ConfigError, match="licence='A B'; expected"):
         _train(recipe_file, f"publish.repo={REPO}", "publish.licence=A B")
-    with pytest.raises(ConfigError, match=r"did you mean publish\.private\?"):
-        load_recipe(str(recipe_file), [f"publish.repo={REPO}", "publish.privat=true"])
     with pytest.raises(ConfigError, match=r"publish\.repo is missing"):
         load_recipe(str(recipe_file), ["publish.private=true"])
 

@@ -39,10 +39,6 @@ class Started:
         environment = {"ACCELERATE_USE_CPU": "true"} if processes > 1 else {}
         return self.server.start(arguments, self.log(name), processes, environment, traps)
 
-    def command(self, name: str, *arguments: object, **traps: Any) -> list[int]:
-        texts = [str(argument) for argument in arguments]
-        return self.server.start(texts, self.log(name), 1, {}, traps, program="draftsmith")
-
     def wait(self, *runs: list[int]) -> list[int]:
         return [code for run in runs for code in self.server.wait(run)]
 
