@@ -4,7 +4,7 @@ import pytest
 from unit.eval.made import measured
 
 from draftsmith.errors import ConfigError
-from draftsmith.eval.compare import Contrast, compare_evaluations, comparison_table
+from draftsmith.eval.compare import compare_evaluations, comparison_table
 
 
 def test_a_real_difference_is_seen_through_prompts_that_differ_far_more() -> None:
@@ -32,14 +32,6 @@ def test_equal_drafters_are_told_apart_at_the_stated_rate_only() -> None:
     assert found <= 8
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "real"),
-    [(1.0, 1.0, False), (1.0, 1.2, False), (0.8, 1.0, False), (0.9, 1.1, False), (1.01, 1.2, True), (0.8, 0.99, True)],
-)
-def test_a_difference_is_real_where_the_interval_leaves_out_one(low: float, high: float, real: bool) -> None:
-    assert Contrast(1.0, 1.0, 1.0, low, high).real == real
-
-
 def test_equal_measurements_without_noise_are_no_difference() -> None:
     """Their intervals are [1, 1]: greedy decoding gives the same number of rounds in every repeat."""
     (comparison,) = compare_evaluations(measured("a", 1.5, noise=0.0), measured("a", 1.5, noise=0.0))
@@ -49,16 +41,6 @@ def test_equal_measurements_without_noise_are_no_difference() -> None:
     assert "no difference in speed" in comparison.sentence
     assert "tau does not differ measurably" in comparison.sentence
     assert "*" not in str(list(comparison_table([comparison]).columns[5].cells))
-
-
-def test_nothing_decoded_is_no_difference() -> None:
-    """Answers of one token each, which the prefill gives: no resample has a tau or a speedup."""
-    a, b = measured("a", 1.5), measured("a", 1.5)
-    for entry in [*a["measurements"], *b["measurements"]]:
-        entry |= {name: [[0.0] * 3] * 30 for name in ("tokens", "rounds", "seconds")}
-    (comparison,) = compare_evaluations(a, b)
-    assert not comparison.speedup.real
-    assert not comparison.tau.real
 
 
 def test_which_arms_meet() -> None:
@@ -80,10 +62,7 @@ def test_which_arms_meet() -> None:
     ("part", "key", "value", "message"),
     [
         ("settings", "max_new_tokens", 7, "max_new_tokens=96 in A, 7 in B"),
-        ("settings", "dtype", "float16", "dtype='float32' in A, 'float16' in B"),
-        ("settings", "attn_implementation", "eager", "attn_implementation=None in A, 'eager' in B"),
         ("identity", "prompts", "p1", r"prompts='p.jsonl \(p0\)' in A, 'p.jsonl \(p1\)' in B"),
-        ("identity", "target", "t1", r"target='t \(t0\)' in A"),
         ("environment", "torch_threads", 99, "torch_threads=.* in A, 99 in B"),
     ],
 )

@@ -7,10 +7,9 @@ from functools import cache, partial
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import make_llama, make_t5, noisy_llama
 from exact import wrong_rules
 from exact.enumeration import Verify
-from transformers import T5Config, T5ForConditionalGeneration
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.sampling import Sampling
@@ -25,22 +24,13 @@ LEVEL = 1e-3
 PROMPTS = [Prompt("one", "x", [5, 9, 33, 2]), Prompt("two", "x", [7, 7, 7, 7, 7]), Prompt("three", "x", [40, 41, 42])]
 
 
-def tiny_t5(layers: int) -> T5ForConditionalGeneration:
-    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "decoder_start_token_id": 0}
-    torch.manual_seed(layers)
-    return T5ForConditionalGeneration(T5Config(num_layers=layers, initializer_factor=3.0, **sizes)).eval()
-
-
 @cache
 def decoder(
     policy: str = "chain:draft_length=3", rule: str | None = None
 ) -> tuple[torch.nn.Module, SpeculativeDecoder]:
     """A target and a drafter that is right often and wrong often."""
-    target, noisy = make_llama(), make_llama()
-    with torch.no_grad():
-        for parameter, noise in zip(noisy.parameters(), make_llama(1).parameters(), strict=True):
-            parameter.add_(noise, alpha=0.3)
-    return target, SpeculativeDecoder(target, DraftModel(noisy), policy=policy, rule=rule)
+    target = make_llama()
+    return target, SpeculativeDecoder(target, DraftModel(noisy_llama()), policy=policy, rule=rule)
 
 
 def drawn(
@@ -145,7 +135,7 @@ def test_verdicts_follow_from_rule_and_control() -> None:
 @pytest.mark.parametrize("kind", ["llama", "t5"])
 def test_readings_in_any_order_are_one(kind: str) -> None:
     """In fp64: T5 scales no scores, so that in fp32 sums in another order differ by 4e-4 on some CPUs."""
-    model = (make_llama() if kind == "llama" else tiny_t5(2)).double()
+    model = (make_llama() if kind == "llama" else make_t5(2, initializer_factor=3.0)).double()
     texts = torch.tensor([[3, 4, 5, 6, 7, 8, 9], [9, 8, 7, 6, 5, 4, 3]])
     prompt = Prompt("p", "c", [5, 6, 7])
     whole = read(model, prompt, texts)
