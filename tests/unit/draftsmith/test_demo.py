@@ -17,7 +17,6 @@ from draftsmith.eval.settings import PairSettings, Session
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel
-from draftsmith.heads.retrieval import SuffixRetrieval
 
 OPTIONS = {"eagle3": {"layers": [1, 2]}, "draft_model": {"init": "target_layers", "keep": [0, 2]}, "medusa": {}}
 SETTINGS = {"max_new_tokens": 24, "eos_token_id": None, "seed": 3}
@@ -99,6 +98,8 @@ def test_what_the_page_shows(policy: str, tiny_tokenizer: PreTrainedTokenizerFas
     pair = Session(target, tiny_tokenizer, {"<drafter>": DraftModel(target_model())}, [])
     demo = Demo(PairSettings("t", {"<drafter>": "d"}), pair)
     *_, (alone, drafted, bars, comparison) = demo.decode("a<b>", 0.0, policy, 24, 0)
+    *_, (*_, sampled) = demo.decode("a<b>", 1.0, policy, 24, 0)
+    assert "sampled texts differ" in sampled
     for shown in (alone, drafted):
         assert "a&lt;b&gt;</span>" in shown, "prompts are text"
         assert shown.split("</div>")[0].endswith("– done")
@@ -106,9 +107,3 @@ def test_what_the_page_shows(policy: str, tiny_tokenizer: PreTrainedTokenizerFas
     assert ("drafted" in drafted, "drafted" in alone) == (True, False)
     assert "the texts are identical" in comparison
     assert bars.count("<tr>") <= 3 + (policy == DEFAULT) * 5
-
-
-def test_a_drafter_that_only_retrieves(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    pair = Session(target_model(), tiny_tokenizer, {"suffix": SuffixRetrieval()}, [])
-    *_, (_, _, _, comparison) = Demo(PairSettings("t", {"suffix": "suffix"}), pair).decode("ab", 1.0, DEFAULT, 24, 0)
-    assert "sampled texts differ" in comparison

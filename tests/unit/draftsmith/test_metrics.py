@@ -138,19 +138,6 @@ def test_resamples_without_a_value_are_left_out() -> None:
     assert set(map(tuple, intervals(none, none, seed=0).values())) == {(0.0, 0.0)}
 
 
-def test_both_levels_are_resampled() -> None:
-    rng = np.random.default_rng(0)
-    draws = Draws.of(series(np.ones((5, 3)), 1, 1), rng, 4000)
-    assert draws.units.shape == (4000, 5)
-    assert set(np.unique(draws.units)) == set(range(5))
-    # The chance that 4,000 draws of five units never repeat one is nil, and so for repeats.
-    assert min(len(set(units)) for units in draws.units.tolist()) < 5
-    assert set(np.unique(draws.repeats)) == set(range(3))
-    again = draws.with_repeats_of(series(np.ones((5, 2)), 1, 1), rng)
-    assert (again.units == draws.units).all()
-    assert again.repeats.shape == (4000, 5, 2)
-
-
 @pytest.mark.parametrize(
     ("conditions", "said"),
     [

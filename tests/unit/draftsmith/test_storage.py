@@ -1,13 +1,19 @@
-"""Writes are atomic; fingerprints change with the data that they identify."""
+"""Writes are atomic, a locked folder is refused to other processes, and fingerprints change with the data."""
 
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from conftest import make_llama
 
+from draftsmith.cli import main
 from draftsmith.errors import ConfigError
 from draftsmith.provenance import fingerprint, model_fingerprint
-from draftsmith.storage import atomic_folder, cache_dir, require_writable, write_text
+from draftsmith.storage import atomic_folder, cache_dir, hold_cache, hold_folder, require_writable, write_text
 
 
 def _fill(folder: Path, text: str, fail: bool = False) -> None:
@@ -29,21 +35,6 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     _fill(folder, "new")
     assert (folder / "a.txt").read_text() == "new"
     assert [entry.name for entry in folder.parent.iterdir()] == ["kept"], "nothing temporary is left"
-
-
-def test_a_folder_that_cannot_be_renamed_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _fill(tmp_path / "kept", "old")
-    rename = Path.rename
-
-    def refused(place: Path, to: Path) -> Path:
-        if to == tmp_path / "kept" and ".tmp-" in place.name:
-            raise OSError("input/output error")
-        return rename(place, to)
-
-    monkeypatch.setattr(Path, "rename", refused)
-    with pytest.raises(OSError, match="input/output"):
-        _fill(tmp_path / "kept", "new")
-    assert [(entry.name, (entry / "a.txt").read_text()) for entry in tmp_path.iterdir()] == [("kept", "old")]
 
 
 def test_text_is_replaced_and_nothing_temporary_is_left(tmp_path: Path) -> None:
@@ -78,3 +69,88 @@ def test_where_a_folder_can_be_written(tmp_path: Path) -> None:
     for folder, message in ((Path(), "has no name"), (tmp_path / "file" / "new", f"be made in {tmp_path}/file;")):
         with pytest.raises(ConfigError, match=f"out={folder} .*{message}"):
             require_writable("out", folder)
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from draftsmith import storage
+with getattr(storage, sys.argv[1])(*sys.argv[3:], Path(sys.argv[2])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def another(how: str, path: Path, *key: str) -> Iterator[subprocess.Popen]:
+    """Start a process that holds `path`."""
+    command = [sys.executable, "-c", HOLDS, how, str(path), *key]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "run"
+    with another("hold_folder", folder, "output") as first:
+        says = f"output={folder} is in use by another process; expected another path"
+        with pytest.raises(ConfigError, match=says), hold_folder("output", folder):
+            pass
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        assert (folder / ".lock").exists(), "a killed process cannot clean up"
+        with hold_folder("output", folder):
+            with hold_folder("output", folder):
+                pass
+            assert (folder / ".lock").exists(), "held twice, given back once"
+        assert list(folder.iterdir()) == []
+
+
+def test_a_new_folder_in_which_nothing_was_written_goes_again(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), hold_folder("out", tmp_path / "new"):
+        1 / 0  # noqa: B018
+    with hold_folder("out", tmp_path / "kept"):
+        (tmp_path / "kept" / "file").touch()
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    with (
+        pytest.raises(ConfigError, match=r"out=.*/kept/file is a file; expected a folder"),
+        hold_folder("out", tmp_path / "kept" / "file"),
+    ):
+        pass
+
+
+def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "run", tmp_path / "file" / "deep" / "run"):
+        with pytest.raises(ConfigError, match=r"cannot be written \((File exists|Not a directory)\)"), hold_cache(path):
+            pass
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+COMMANDS = {
+    "check": ["check", "--target", "{target}", "--drafter", "prompt-lookup", "--out", "{out}"],
+    "forecast": ["forecast", "--target", "{target}", "--drafter", "prompt-lookup", "--out", "{out}"],
+    "eval": ["eval", "--target", "{target}", "--drafter", "prompt-lookup", "--out", "{out}"],
+    "train": ["train", "{recipe}", "output={out}"],
+    "quickstart": ["quickstart", "--out", "{out}"],
+    "regenerate": ["data", "regenerate", "{recipe}", "--target", "{target}", "--out", "{out}"],
+}
+
+
+def test_every_command_that_writes_says_who_is_there(
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused before anything is loaded, without leaving files."""
+    out = tmp_path / "out"
+    values = {"target": str(tmp_path / "tiny-target"), "recipe": str(recipe_file)}
+    with another("hold_folder", out, "out"), another("hold_name", tmp_path / "new", "out"):
+        for name, command in COMMANDS.items():
+            held = tmp_path / "new" if name == "regenerate" else out  # which writes one file
+            with pytest.raises(SystemExit) as stop:
+                main([part.format(**values, out=held) for part in command])
+            said = capsys.readouterr().err.splitlines()
+            assert (stop.value.code, len(said)) == (2, 1), (name, said)
+            assert f"={held} is in use by another process" in said[0], said
+    assert [path.name for path in out.iterdir()] == [".lock"]
+    assert not (tmp_path / "new").exists()

@@ -1,7 +1,6 @@
 """The self-test of imported drafters: a drafter that is read by the wrong convention is told from one that is not."""
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -15,7 +14,6 @@ from datasets import Dataset
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith import load_drafter
-from draftsmith.cli import main
 from draftsmith.decode.sampling import Sampling
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
@@ -127,33 +125,6 @@ def test_an_alpha_far_below_that_of_such_drafters() -> None:
         "warning: alpha would be 0.500 at the first draft position and 0.400 at position 2 with best:"
     )
     assert self_test_lines([]) == []
-
-
-def test_import_warns_of_a_better_convention(
-    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In one line each that names the convention and its alpha; a drafter that is read as it was trained has none."""
-    kind, change, convention = CASES["residual"]
-    target, fit = fitted(kind)
-    target.save_pretrained(tmp_path / "target")
-    tiny_tokenizer.save_pretrained(tmp_path / "target")
-    folder = export_drafter(fit, target, "vllm", tmp_path / "theirs", target_name="tiny").folder
-
-    def warnings(out: str) -> list[str]:
-        with pytest.raises(SystemExit) as stopped:
-            main(["import", str(folder), "--target", str(tmp_path / "target"), "--out", str(tmp_path / out)])
-        assert not stopped.value.code
-        lines = capsys.readouterr().out.splitlines()
-        assert any(line.startswith("self-test: alpha 0.") for line in lines)
-        return [line for line in lines if line.startswith("warning: ")]
-
-    assert warnings("right") == []
-    config = json.loads((folder / "config.json").read_text())
-    change(config)
-    (folder / "config.json").write_text(json.dumps(config))
-    (line,) = warnings("wrong")
-    said = rf"warning: alpha would be 0\.\d+ at .* with {convention}: config\.json may mean another .*"
-    assert re.fullmatch(said, line)
 
 
 @pytest.mark.parametrize(("context", "tokens"), [(12, 0), (20, 1), (60, 100)])

@@ -1,6 +1,5 @@
 """Cards of all drafter types: metadata that can be parsed again, matching commands, no unfilled fields."""
 
-import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,13 +20,16 @@ from draftsmith.hub.model_card import is_local, without_local_paths, write_card
 from draftsmith.train.recipe import parse_recipe
 
 
-def _saved(kind: str, folder: Path, target: LlamaForCausalLM, name: str, **values: object) -> Path:
+def _saved(
+    kind: str, folder: Path, target: LlamaForCausalLM, name: str, revision: str | None = None, **values: object
+) -> Path:
     drafter = HEADS[kind].from_target(target)
     drafter.attach(target)
     recipe = {"name": "x", "output": "o", "drafter": {"type": kind}, "target": {"model": name}, **values}
     recipe["train"] = {"optimizer": "adamw", "learning_rate": 1e-3, **recipe.get("train", {})}
     stored = parse_recipe(recipe, "test").model_dump(mode="json")
-    save_drafter(drafter, folder, target=describe_target(target, None, name), recipe=stored, draft_length=2)
+    made_for = describe_target(target, None, name) | {"revision": revision}
+    save_drafter(drafter, folder, target=made_for, recipe=stored, draft_length=2)
     return folder
 
 
@@ -94,23 +96,19 @@ def test_what_was_measured_stands_with_its_conditions(tmp_path: Path, tiny_targe
         write_card(folder, evaluation().as_json(), "nobody")
 
 
-def test_a_card_has_the_steps_that_ran_and_what_more_would_bring(tmp_path: Path, tiny_target: LlamaForCausalLM) -> None:
+def test_a_card_has_the_steps_that_ran(tmp_path: Path, tiny_target: LlamaForCausalLM) -> None:
     folder = _saved("medusa", tmp_path / "d", tiny_target, "embedded", train={"steps": 200})
-    taus = [{"step": 10 * n, "evaluation": {"tau": 2.0, "tokens": [4, 4], "rounds": [2, 2]}} for n in range(6)]
     losses = [{"step": n, "loss": 1.0, "alpha": []} for n in range(1, 201)]
     for metrics, said in (
         (losses, "; 200 steps of 16 sequences"),
         (losses[:70], "; 70 of 200 planned steps of 16 sequences"),
-        (taus, "during training. Twice the steps (100) would bring about tau 2.00 [2.00, 2.00], against 2.00"),
-        (taus[:3], "during training.\n\n<details>"),
     ):
         write_card(folder, None, None, metrics=metrics)
         assert said in (folder / "README.md").read_text().replace("\\", "")
 
 
-@pytest.mark.parametrize("kind", ["medusa", "draft_model"])
 def test_the_usage_fits_the_target(
-    kind: str, tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
+    tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     for name, template, inputs in (
         ("org/target", "{{ messages[0].content }}", "tokenizer.apply_chat_template(chat, add_generation_prompt=True,"),
@@ -118,7 +116,7 @@ def test_the_usage_fits_the_target(
         ("embedded", None, 'tokenizer("def main(", return_tensors="pt")'),
     ):
         folder = tmp_path / f"{name.replace('/', '-')}-{template is None}"
-        _saved(kind, folder, tiny_target, name)
+        _saved("medusa", folder, tiny_target, name)
         tiny_tokenizer.chat_template = template
         tiny_tokenizer.save_pretrained(folder)
         write_card(folder, None, None)
@@ -127,30 +125,23 @@ def test_the_usage_fits_the_target(
         assert card.count("inputs = ") == 1, "both examples read the same prompt"
 
 
-def test_a_local_target_has_no_revision(tmp_path: Path, tiny_target: LlamaForCausalLM) -> None:
-    for name, revision, said in (
-        ("/models/mine", None, ""),
-        ("embedded", None, ""),
-        ("org/target", None, ", revision `main`"),
-        ("org/target", "v2", ", revision `v2`"),
-    ):
-        folder = _saved("medusa", tmp_path / "d", tiny_target, name)
-        config = json.loads((folder / "config.json").read_text())
-        config["draftsmith"]["target"]["revision"] = revision
-        (folder / "config.json").write_text(json.dumps(config))
-        write_card(folder, None, None)
-        row = next(line for line in (folder / "README.md").read_text().splitlines() if line.startswith("| target |"))
-        assert row.startswith(f"| target | `{name.removeprefix('/models/')}`{said}, weights"), row
+@pytest.mark.parametrize(
+    ("name", "revision", "said"),
+    [("/models/mine", None, ""), ("org/target", None, ", revision `main`"), ("org/target", "v2", ", revision `v2`")],
+)
+def test_a_local_target_has_no_revision(
+    name: str, revision: str | None, said: str, tmp_path: Path, tiny_target: LlamaForCausalLM
+) -> None:
+    folder = _saved("medusa", tmp_path / "d", tiny_target, name, revision)
+    write_card(folder, None, None)
+    assert f"\n| target | `{name.removeprefix('/models/')}`{said}, weights" in (folder / "README.md").read_text()
 
 
 def test_a_card_shows_names_as_text(tmp_path: Path, tiny_target: LlamaForCausalLM) -> None:
     """Markup in the names of target, revision, prompts and drafters, wherever the card has them."""
     nasty = "x\n```\n# owned ![i](http://h/i.png) <b> `c` \x1b]0;t\x07"
     data = {"data": {"prompts": f"/p/{nasty}"}}
-    folder = _saved("medusa", tmp_path / "d", tiny_target, f"/t/{nasty}", **data)
-    config = json.loads((folder / "config.json").read_text())
-    config["draftsmith"]["target"]["revision"] = nasty
-    (folder / "config.json").write_text(json.dumps(config))
+    folder = _saved("medusa", tmp_path / "d", tiny_target, f"/t/{nasty}", nasty, **data)
     rows = [row(drafter=nasty, policy=nasty)]
     write_card(
         folder, evaluation(rows=rows, notes=[nasty], guards=[{"guard": nasty, "message": nasty}]).as_json(), nasty
@@ -185,9 +176,7 @@ def test_a_card_shows_names_as_text(tmp_path: Path, tiny_target: LlamaForCausalL
         (r"""d's "/home/al s/x y" and t's 'C:\a b\c': 3 tokens/s""", """d's "x y" and t's 'c': 3 tokens/s"""),
         ("'a /' / '/' 'b", "'a /' / '/' 'b"),
         ("100 tokens/s on https://host/path, 3 / 4", "100 tokens/s on https://host/path, 3 / 4"),
-        ("d: slower, 100 tokens/s", "d: slower, 100 tokens/s"),
         ("org/model", "org/model"),
-        ("/", "/"),
     ],
 )
 def test_paths_of_this_machine_are_cut(text: str, published: str) -> None:

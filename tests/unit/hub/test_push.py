@@ -3,12 +3,12 @@
 import json
 import re
 import shlex
-import shutil
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from commands import run as command
 from conftest import make_llama
 from hub_server import TOKEN, Hub
 from huggingface_hub import ModelCard, constants
@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 from unit.eval.made import evaluation, row
 
 from draftsmith import load_drafter
-from draftsmith.cli import main
 from draftsmith.errors import ConfigError
 from draftsmith.heads import DraftModel, Medusa
 from draftsmith.heads.checkpoint import describe_target, save_drafter
@@ -60,9 +59,7 @@ def run(tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTraine
 
 
 def push(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as stop:
-        main(["push", *map(str, arguments)])
-    return int(stop.value.code or 0)
+    return command("push", *arguments)
 
 
 CODE = ("generate.py", "requirements.txt")
@@ -138,9 +135,8 @@ def test_heads_and_a_card_without_measurement(
     assert data["library_name"] == "draftsmith"
     assert not {"base_model", "base_model_relation", "license", "datasets", "model-index"} & data.keys()
     drafter = load_drafter(REPO, tiny_target, tiny_tokenizer)
-    state, local = drafter.state_dict(), load_drafter(run / "medusa", tiny_target, tiny_tokenizer).state_dict()
-    assert state.keys() == local.keys()
-    assert all(torch.equal(value, local[name]) for name, value in state.items())
+    local = load_drafter(run / "medusa", tiny_target, tiny_tokenizer)
+    torch.testing.assert_close(drafter.state_dict(), local.state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", ["drafter", "medusa"])
@@ -178,10 +174,6 @@ def test_private_repositories_and_branches(
         load_drafter(REPO, tiny_target)
     with pytest.raises(ConfigError, match="expected one of the two"):
         load_drafter(f"{REPO}@trial", tiny_target, revision="trial")
-    with pytest.raises(ConfigError, match="of the local folder"):
-        load_drafter(run / "drafter", tiny_target, revision="trial")
-    with pytest.raises(ConfigError, match=f"drafter={REPO}@absent; expected a local folder or a Hub id"):
-        load_drafter(f"{REPO}@absent", tiny_target)
     monkeypatch.setenv("HF_TOKEN", WRONG)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(run / "other-cache"))
     with pytest.raises(ConfigError, match=f"drafter={REPO}@trial; expected a local folder or a Hub id"):
@@ -247,7 +239,6 @@ def test_a_dropped_connection(
         ("other/name", TOKEN, {}, r"ConfigError: push=other/name: the token has no write access to it \(403\)"),
         ("name", TOKEN, {}, "ConfigError: repo='name'; expected user/name"),
         (REPO, TOKEN, {"POST .*/commit/": 503}, "PushError: .*answered 503 .* the same command continues"),
-        (REPO, TOKEN, {"POST .*/preupload/": 403}, r"ConfigError: .*no write access to it \(403\)"),
         (REPO, TOKEN, {"POST /api/validate-yaml": 400}, "ConfigError: .*refused it .*Invalid metadata"),
         (REPO, TOKEN, {"POST /api/repos/create": 404}, r"ConfigError: .*no such repository or revision \(404"),
     ],
@@ -275,12 +266,10 @@ def test_what_the_hub_refuses_is_one_line(
 
 
 def test_bad_requests_stop_before_any_work(hub: Hub, run: Path, capsys: pytest.CaptureFixture) -> None:
-    measured = ["--eval", run / "eval.json"]
     for options, message in (
-        (["--licence", "Apache 2.0"], "licence='Apache 2.0'; expected the Hub's identifier of a licence"),
         (["--base-model", "a/b/c"], "base_model='a/b/c'; expected user/name"),
         (["--eval", "absent"], "absent; expected an eval.json or the folder of one"),
-        ([*measured, "--as", "x"], "expected --as with one of the drafters measured there: d"),
+        (["--eval", run / "eval.json", "--as", "x"], "expected --as with one of the drafters measured there: d"),
     ):
         assert push(run / "drafter", REPO, *options) == 2
         assert message in capsys.readouterr().err
@@ -323,9 +312,8 @@ def test_a_measurement_of_a_server_is_refused(hub: Hub, run: Path, capsys: pytes
     made |= {"rows": [], "server": [served], "settings": {**made["settings"], "drafters": {"d": "http://host:8000"}}}
     made["measurements"] = []
     (run / "served.json").write_text(json.dumps(made))
-    for more in ((), ("--as", "d")):
-        assert push(run / "drafter", REPO, "--eval", run / "served.json", *more) == 2
-        assert "served.json was measured on a server, which does not tell which drafter" in capsys.readouterr().err
+    assert push(run / "drafter", REPO, "--eval", run / "served.json", "--as", "d") == 2
+    assert "served.json was measured on a server, which does not tell which drafter" in capsys.readouterr().err
     assert not hub.asked
 
 
@@ -333,15 +321,6 @@ def test_from_inside_the_folder_and_again_without_what_it_had(
     hub: Hub, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(run / "medusa")
-    (run / "full").mkdir()
-    (run / "full" / "diary.txt").write_text("mine")
-    assert push(".", REPO, "--out", run / "full") == 2
-    assert "holds diary.txt; expected a new folder" in capsys.readouterr().err
-    assert not hub.asked, "refused before the repository is made"
-    with monkeypatch.context() as full:
-        full.setattr(shutil, "copyfile", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-        assert push(".", REPO) == 2
-    assert "No space left on device); nothing was published" in capsys.readouterr().err.splitlines()[-1]
     assert push(".", REPO) == 0
     files = hub.repositories[REPO].files()
     assert {"plots/training.png", "custom_generate/generate.py"} < files.keys()
