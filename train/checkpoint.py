@@ -76,7 +76,12 @@ def save_state(folder: Path, progress: Progress, recipe: dict[str, Any], state: 
     for old in _newest_first(folder):
         if _step(old) > progress.step:  # damaged: the run was resumed from an earlier one
             shutil.rmtree(old)
-    for old in _newest_first(folder)[keep:]:
+    prune(folder, progress.step, keep)
+
+
+def prune(folder: Path, step: int, keep: int) -> None:
+    """Delete all but the `keep` newest of the checkpoints up to `step`, whose own checkpoint is intact."""
+    for old in [old for old in _newest_first(folder) if _step(old) <= step][keep:]:
         shutil.rmtree(old)
 
 

@@ -23,6 +23,7 @@ from draftsmith.train.checkpoint import (
     TrainState,
     load_from,
     load_state,
+    prune,
     save_state,
     trained,
 )
@@ -257,6 +258,10 @@ class Record:
             with self._writing(METRICS):
                 restart_metrics(self._folder, self._saved, self.progress is None or self.progress.evaluated)
         self.meet()
+        if self._main and self._saved is not None:
+            # The run may have been killed between writing one and deleting another.
+            with self._writing(CHECKPOINTS):
+                prune(self._folder / CHECKPOINTS, self._saved, self._recipe.train.keep_checkpoints)
         self._tracker = None if self._recipe.tracker == "none" else Tracker(context, self._saved)
 
     def _restored(self) -> Progress | None:
