@@ -87,7 +87,8 @@ def _reasons(outcome: Outcome) -> str:
     for name, cell in {"compiled": compiled, "images": images, **_trained(outcome)}.items():
         if NO_CLASS in cell:
             cell = "its language model has no class of its own"
-        if cell not in ("", EXACT, outcome.trees, NOT_COMPILED, ENCODER_DECODER.format(outcome.family)):
+        known = _general(cell) in map(_general, reasons)
+        if not known and cell not in ("", EXACT, outcome.trees, NOT_COMPILED, ENCODER_DECODER.format(outcome.family)):
             reasons.append(f"{name}: {cell}")
     return "; ".join(map(_general, reasons)).replace("|", "/").replace("[", "").replace("]", "")
 

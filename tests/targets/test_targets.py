@@ -26,8 +26,6 @@ FAST = [
     "Gemma4ForConditionalGeneration", "LlavaForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration", "SmolVLMForConditionalGeneration",
 ]  # fmt: skip
-RECURRENT = ["Lfm2ForCausalLM", "Qwen3NextForCausalLM"]
-"""Of those, the ones that read chains only and are compiled."""
 OTHERS = [name for name in CLASSES if name not in FAST]
 
 
@@ -45,7 +43,7 @@ def test_texts_are_those_of_generate_or_the_class_is_refused(name: str) -> None:
         assert outcome.batch == EXACT
         assert outcome.images == ("" if name in model_classes() else EXACT)
         whole = getattr(CLASSES[name].config_class, "is_encoder_decoder", False)
-        assert (outcome.compiled == EXACT) == (name in RECURRENT or (outcome.trees == EXACT and not whole))
+        assert (outcome.compiled == EXACT) == (outcome.trees == EXACT and not whole)
     decoded = (outcome.chains, outcome.trees, outcome.batch, outcome.early_exit, outcome.images)
     for cell in (*decoded, outcome.compiled, outcome.draft_model, outcome.medusa, outcome.eagle3):
         assert cell != "wrong"

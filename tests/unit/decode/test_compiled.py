@@ -26,7 +26,6 @@ from transformers import T5ForConditionalGeneration as T5
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.passes import graphs
-from draftsmith.decode.passes.base import Reading
 from draftsmith.decode.passes.eager import EagerPasses
 from draftsmith.decode.passes.graphs import CompiledPasses, built_graphs
 from draftsmith.decode.passes.runner import ModelRunner
@@ -200,14 +199,14 @@ def widths(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[torch.nn.Module, bool]
     seen = defaultdict[tuple[torch.nn.Module, bool], set[int]](set)
 
     def recorded(read: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
-        def record(self: Any, reading: Reading) -> Any:
+        def record(self: Any, *inputs: Any) -> Any:
             if max(self.cache.lengths) > 0:
-                seen[self.model, compiled].add(reading.width)
-            return read(self, reading)
+                seen[self.model, compiled].add(inputs[-1].width)
+            return read(self, *inputs)
 
         return record
 
-    monkeypatch.setattr(CompiledPasses, "_run", recorded(CompiledPasses._run, True))
+    monkeypatch.setattr(CompiledPasses, "_compiled", recorded(CompiledPasses._compiled, True))
     monkeypatch.setattr(EagerPasses, "read", recorded(EagerPasses.read, False))
     return seen
 
@@ -216,21 +215,22 @@ def test_widths_of_passes(untraced: None, widths: dict) -> None:
     """Those of the target are as wide as its drafts, to the end of the text; the drafter's are a power of two."""
     target = target_model()
     drafter = DraftModel(target_model())  # of which everything is accepted
-    decoder = SpeculativeDecoder(target, drafter, policy="best-first:size=9,depth=3", compile=True)
+    decoder = SpeculativeDecoder(target, drafter, draft_length=9, compile=True)
     decoder.generate(PROMPTS[2], max_new_tokens=24, eos_token_id=None)
-    assert widths == {(target, True): {10}, (drafter.model, True): {2, 4}}
+    compiled = {model: seen for (model, is_compiled), seen in widths.items() if is_compiled}
+    assert compiled == {target: {10}, drafter.model: {1, 2}}
 
 
 def test_wide_passes_are_neither_padded_nor_compiled(
     untraced: None, widths: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for those of the usual width."""
-    monkeypatch.setattr("draftsmith.decode.passes.graphs.MOST_WIDTH", 2)
+    monkeypatch.setattr("draftsmith.decode.passes.graphs.MOST_WIDTH", 1)
     target = target_model()
     drafter = DraftModel(target_model())  # of which everything is accepted
-    decoder = SpeculativeDecoder(target, drafter, policy="best-first:size=9,depth=3", compile=True)
+    decoder = SpeculativeDecoder(target, drafter, draft_length=9, compile=True)
     decoder.generate(PROMPTS[2], max_new_tokens=24, eos_token_id=None)
-    assert widths == {(target, True): {10}, (drafter.model, True): {2}, (drafter.model, False): {3}}
+    assert widths == {(target, True): {10}, (drafter.model, True): {1}, (drafter.model, False): {2}}
 
 
 def hooks_of(model: torch.nn.Module) -> int:

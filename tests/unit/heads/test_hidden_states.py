@@ -58,7 +58,7 @@ class Knowing(Drafter):
         return logits_V.roll(1) if len(tokens) % 5 == 0 else logits_V
 
 
-@pytest.mark.parametrize("policy", ["chain:draft_length=4", "best-first:size=9,depth=3x1", "best-first:size=8,depth=4"])
+@pytest.mark.parametrize("policy", ["chain:draft_length=4", "best-first:size=9,depth=3", "best-first:size=8,depth=4"])
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS])
 @torch.no_grad()
 def test_features_are_those_of_a_plain_pass(policy: str, prompts: list[list[int]]) -> None:
