@@ -1,4 +1,4 @@
-"""The loss of untrained drafters by family and target, and that of the responses' token frequencies (heads/start.py).
+"""The loss of untrained drafters by family and target, and that of token frequencies (heads/initial_weights.py).
 
     python benchmarks/starts.py --targets embedded FOLDER --families eagle3 mtp --rows 32
     python benchmarks/starts.py --targets FOLDER --draft-vocab 8192 --rows 8 --response 64    # a large vocabulary
@@ -19,8 +19,8 @@ from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import TeacherSignals, TrainableDrafter
+from draftsmith.heads.initial_weights import fit_start, frequencies, input_sizes
 from draftsmith.heads.lm_head import most_frequent
-from draftsmith.heads.start import fit_start, frequencies, input_sizes
 from draftsmith.train.recipe import load_recipe
 
 FAMILIES = ("medusa", "hydra", "mlp_speculator", "eagle", "hass", "eagle3", "mtp", "peagle", "dflash", "dspark")

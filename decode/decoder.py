@@ -27,6 +27,7 @@ from draftsmith.decode.arguments import (
 )
 from draftsmith.decode.costs import Costs, now
 from draftsmith.decode.loop import DecodeLoop
+from draftsmith.decode.model_locks import turn, turn_of_others
 from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.capability import require_compilable
 from draftsmith.decode.passes.checks import CHAINS_ONLY, require_invariant, usable_inputs
@@ -36,7 +37,6 @@ from draftsmith.decode.profiling import measure_costs
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeOutput, DecodeSequence, Round, Stops, stop_string_criteria
 from draftsmith.decode.target import TransformersTarget, require_lm_head
-from draftsmith.decode.turns import turn, turn_of_others
 from draftsmith.decode.verification import rule_named
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter

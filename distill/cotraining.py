@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.distill.alignment import LmHead, at_least_float32
+from draftsmith.distill.draft_probabilities import LmHead, at_least_float32
 from draftsmith.distill.losses import forward_kl
 from draftsmith.distill.objective import Part, summed_loss
 from draftsmith.errors import ConfigError

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from draftsmith.distill.alignment import Position
+from draftsmith.distill.draft_probabilities import Position
 
 # Shapes: N tokens, n tokens of a chunk, K draft positions, B texts, T positions or anchors.
 

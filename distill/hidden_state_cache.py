@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.distill.alignment import ROWS, at_least_float32, logits_of
+from draftsmith.distill.draft_probabilities import ROWS, at_least_float32, logits_of
 from draftsmith.distill.teacher import Batch, OnlineTeacher, TargetHead, stored_layers
 from draftsmith.errors import ConfigError, DraftsmithError, reason_of
 from draftsmith.heads.base import FINAL, TeacherSignals

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from draftsmith.distill.alignment import (
+from draftsmith.distill.draft_probabilities import (
     Aligned,
     Compared,
     LmHead,

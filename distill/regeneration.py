@@ -21,8 +21,8 @@ from datasets import Dataset, concatenate_datasets, disable_progress_bars, load_
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sequence import DecodeOutput
-from draftsmith.distill.asked import Asked, question_numbers, text_seed
 from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.conversation import Asked, question_numbers, text_seed
 from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.errors import ConfigError

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from draftsmith.errors import ConfigError
-from draftsmith.eval.causes import Sides, explained
+from draftsmith.eval.low_acceptance import Sides, explained
 from draftsmith.eval.results import StoredEvaluation, short_policy
 from draftsmith.eval.settings import BASELINE, Variant
 from draftsmith.metrics import Draws, Series, percentiles, ratio, resampled_speedups, resampled_taus, speedup, tau

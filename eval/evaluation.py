@@ -20,7 +20,7 @@ from draftsmith.eval.report import check_report_folder, summary_table, verdict, 
 from draftsmith.eval.results import ContextBin, Evaluation, Guard, PlainSpeeds, Row, Sample, row_of, series_of
 from draftsmith.eval.settings import BASELINE, Settings, Variant, load_session, require_valid
 from draftsmith.heads.base import Drafter
-from draftsmith.heads.recall import memories
+from draftsmith.heads.earlier_texts import memories
 from draftsmith.metrics import few_units, tau
 from draftsmith.provenance import environment
 from draftsmith.storage import hold_folder, writing

@@ -24,8 +24,8 @@ from draftsmith.eval.journal import Cell, Journal, Place
 from draftsmith.eval.prompts import Batch, Prompt, batches, prompts_fingerprint
 from draftsmith.eval.settings import BASELINE, Settings, Variant
 from draftsmith.heads.base import Drafter
+from draftsmith.heads.earlier_texts import memories
 from draftsmith.heads.model_config import context_limit
-from draftsmith.heads.recall import memories
 from draftsmith.provenance import environment, model_fingerprint
 from draftsmith.terminal import Bars, Terminal, stage, units
 

@@ -34,12 +34,12 @@ from draftsmith.heads.base import (
     unread,
 )
 from draftsmith.heads.hidden_states import require_layers
+from draftsmith.heads.initial_weights import inputs_of, sampled
 from draftsmith.heads.layers import Attend, Rope, cached_attention, ready, rotary, windows_of
 from draftsmith.heads.lm_head import DraftVocabulary, copy_lm_head, logits_head, weight_of
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.read_positions import ReadPositions
 from draftsmith.heads.rows import Counts, Rows
-from draftsmith.heads.start import inputs_of, sampled
 from draftsmith.heads.unrolled_attention import UnrolledAttention
 
 # Shapes: B rows, T tokens read, n tokens or nodes, F size of the target's features per position, H hidden size,

@@ -384,7 +384,7 @@ class TrainableDrafter(Drafter, ABC):
         raise NotImplementedError(f"{self.type} drafters have no feature layer")
 
     def start_body(self, signals: TeacherSignals, frequencies_V: Tensor) -> None:
-        """Change the weights of an untrained drafter before its own lm_heads, from a first batch, see heads/start.py.
+        """Change the weights of an untrained drafter by a first batch, see heads/initial_weights.py.
 
         Where the lm_head is the target's, the drafter then predicts about as well as a constant distribution.
         `frequencies_V`: the probability of each token in the responses; none is zero.

@@ -50,7 +50,7 @@ from draftsmith.storage import write_json
 def drafter_named(text: str, target: PreTrainedModel, load: Callable[[str], Drafter]) -> Drafter:
     """Return the drafter that `text` names; `load` reads the checkpoint of a hybrid."""
     # Imported here, like other drafters: training loads none of them.
-    from draftsmith.heads.recall import Recall
+    from draftsmith.heads.earlier_texts import Recall
     from draftsmith.heads.retrieval import Hybrid, PromptLookup, SuffixRetrieval
 
     name, values = parse_named(text)

@@ -28,11 +28,11 @@ from draftsmith.heads.base import Context, DraftStates, Level, TeacherSignals
 from draftsmith.heads.block_network import AnchoredBlocks, DFlashNetwork, Kind, MarkovBias
 from draftsmith.heads.eagle3 import default_mask_token
 from draftsmith.heads.hidden_states import positions_like
+from draftsmith.heads.initial_weights import best_state, copied_share, final_states_of, silence, typical_sizes
 from draftsmith.heads.layers import layer_config
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.model_config import text_config
 from draftsmith.heads.rows import Counts
-from draftsmith.heads.start import best_state, copied_share, final_states_of, silence, typical_sizes
 
 # Shapes: B rows, T positions, F size of the features, A anchors, b block size, K draft positions (b, or b - 1 where the
 # anchor's position predicts nothing), S keys, H hidden size, h heads, d head size, V vocabulary, D draft vocabulary.

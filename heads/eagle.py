@@ -16,8 +16,8 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from draftsmith.heads.autoregressive import AutoregressiveDrafter, DraftNetwork
 from draftsmith.heads.base import FINAL, TeacherSignals
+from draftsmith.heads.initial_weights import best_state, copied_share, final_states_of, silence
 from draftsmith.heads.layers import Attend, DecoderLayer, Rope, layer_config
-from draftsmith.heads.start import best_state, copied_share, final_states_of, silence
 
 
 class EagleNetwork(DraftNetwork):

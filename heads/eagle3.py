@@ -20,11 +20,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import AutoregressiveDrafter, DraftNetwork, NetworkDrafter
 from draftsmith.heads.base import Context, Level, TeacherSignals, unread
+from draftsmith.heads.initial_weights import final_states_of, silence, typical_sizes
 from draftsmith.heads.layers import Attend, Attention, DecoderLayer, Rope, layer_config, norm
 from draftsmith.heads.lm_head import DraftVocabulary, weight_of
 from draftsmith.heads.model_config import text_config
 from draftsmith.heads.rows import Rows
-from draftsmith.heads.start import final_states_of, silence, typical_sizes
 
 
 class FirstLayer(nn.Module):

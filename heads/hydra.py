@@ -17,13 +17,13 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.heads.autoregressive import DraftNetwork
 from draftsmith.heads.base import FINAL, Context, ModuleTypes, Needs, TeacherSignals, unread
+from draftsmith.heads.initial_weights import silence
 from draftsmith.heads.layers import Attend, DecoderLayer, Rope, layer_config, norm
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.medusa import LmHeads, Medusa, ResidualBlock, TokenHeads
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.read_positions import ReadPositions
 from draftsmith.heads.rows import Rows
-from draftsmith.heads.start import silence
 from draftsmith.heads.unrolled_attention import UnrolledAttention
 
 # Shapes: n nodes, B rows, T positions, H hidden size, E size of the embeddings, S = H + kE size of the carried state of

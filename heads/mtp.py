@@ -21,8 +21,8 @@ from transformers import AttentionInterface, AutoConfig, AutoModel, LlamaConfig,
 
 from draftsmith.heads.autoregressive import AutoregressiveDrafter, DraftNetwork
 from draftsmith.heads.base import FINAL, TeacherSignals
+from draftsmith.heads.initial_weights import best_state, constant_reader, copied_share, final_states_of, silence
 from draftsmith.heads.layers import Attend, DecoderLayer, Rope, layer_config, norm
-from draftsmith.heads.start import best_state, constant_reader, copied_share, final_states_of, silence
 
 OPTIONS = ("qk_norm", "gated", "centred", "target_norm")
 """Boolean options of the network, which targets' own modules have."""

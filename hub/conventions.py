@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.sampling import Sampling
-from draftsmith.distill.alignment import at_least_float32
+from draftsmith.distill.draft_probabilities import at_least_float32
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.eval.teacher_forced import Rows, TargetText, agreement_of, sample_texts, signals_of, unrollable
 from draftsmith.heads.autoregressive import NetworkDrafter

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.decode.cache.rollback import FIRST_SLOTS
-from draftsmith.distill.alignment import ROWS
+from draftsmith.distill.draft_probabilities import ROWS
 from draftsmith.distill.hidden_state_cache import DTYPES as SHARD_DTYPES
 from draftsmith.distill.hidden_state_cache import TOGETHER, stored_states
 from draftsmith.distill.load_target import DTYPES, load_tokenizer

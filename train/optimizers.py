@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from draftsmith.heads.base import TrainableDrafter
-    from draftsmith.heads.start import InputSizes
+    from draftsmith.heads.initial_weights import InputSizes
 
 Optimizers = list["torch.optim.Optimizer"]
 Sizes = dict["Tensor", "InputSizes"]

@@ -68,7 +68,7 @@ Weight = Annotated[Number, Field(ge=0)]
 class ObjectiveSection(Section):
     kind: Term = "kl"
     """KL(p || q), KL(q || p), Jensen-Shannon, total variation, -log alpha, cross-entropy with the target's argmax or
-    with the text's own next token (label), LK-lambda, or the expected accepted length; see distill/objective.py."""
+    with the text's own next token (label), LK-lambda, or the expected accepted length; see distill/losses.py."""
     mix: dict[Term, Weight] = Field(default_factory=dict)
     """Weights of several terms, instead of `kind`."""
     temperature: Annotated[Number, Field(gt=0)] = 1.0

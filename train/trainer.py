@@ -21,6 +21,7 @@ from draftsmith.train.bootstrap import compile_drafter, load_parts, make_engine,
 from draftsmith.train.data import read_images, resample
 from draftsmith.train.engine import reduced
 from draftsmith.train.evaluation import early_end, evaluate_drafter, validate, validation_rows
+from draftsmith.train.initial_weights import start_drafter
 from draftsmith.train.launch import RunContext, make_accelerator, preflight
 from draftsmith.train.learning_rates import described, judge_rate, learning_rate, target_width, watched_steps, with_rate
 from draftsmith.train.progress import PARTS, Console, MemoryMeter, in_units
@@ -35,7 +36,6 @@ from draftsmith.train.run_folder import (
     is_finished,
     read_metrics,
 )
-from draftsmith.train.start import start_drafter
 from draftsmith.train.step import Last, StepSums, batch_indices, collate, response_tokens
 from draftsmith.train.stopping import Stopping, failure, leave
 

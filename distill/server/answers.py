@@ -15,8 +15,8 @@ from typing import Any, Self
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from draftsmith.distill.asked import Asked
 from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.conversation import Asked
 from draftsmith.distill.detokenize import REPLACED, text_after
 from draftsmith.distill.messages import ASSISTANT, Message, with_arguments
 from draftsmith.distill.server.client import BadAnswer

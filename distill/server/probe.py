@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel
 
-from draftsmith.distill.asked import Asked
+from draftsmith.distill.conversation import Asked
 from draftsmith.distill.server.answers import COMPLETION, Accepts, Answer, AnswerReader, NoTokens
 from draftsmith.distill.server.client import RequestFailed, ServerClient
 from draftsmith.distill.server.sampling import ServerSampler

@@ -13,8 +13,8 @@ from datasets import Dataset, Features, List, Value
 from datasets.arrow_writer import ArrowWriter
 from rich.progress import TaskID, TextColumn
 
-from draftsmith.distill.asked import Asked, question_numbers, text_seed
 from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.conversation import Asked, question_numbers, text_seed
 from draftsmith.distill.data_section import DataSection, ServerSection, require_client
 from draftsmith.distill.server.answers import (
     CHAT,

@@ -110,7 +110,7 @@ DRAFTER_HELP = (
     "early-exit:layers=N, native-mtp, hybrid:drafter=FOLDER. "
 )
 POLICY_HELP = (
-    "Draft policy: chain, confidence, adaptive, tree, sampled-tree, best-first or optimal-tree, with settings as in "
+    "Draft policy: chain, confidence, adaptive, sampled-tree, best-first or optimal-tree, with settings as in "
     "best-first:size=16,depth=8."
 )
 TARGET_HELP = "Target: 'embedded', a local folder, a GGUF file or a Hub id."

@@ -21,7 +21,7 @@ from draftsmith.eval.forecast.served import (
 )
 from draftsmith.eval.prompts import PromptRows
 from draftsmith.eval.settings import Session, load_session, require_valid
-from draftsmith.heads.recall import memories
+from draftsmith.heads.earlier_texts import memories
 from draftsmith.storage import hold_folder, require_writable_file, write_json, writing
 from draftsmith.terminal import Terminal
 

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sampling import Sampling
-from draftsmith.distill.asked import Asked, text_seed
 from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.conversation import Asked, text_seed
 from draftsmith.distill.data_section import DataSection, server_section
 from draftsmith.distill.detokenize import text_after
 from draftsmith.distill.server.answers import CUT, STOPPED, Answer, Journal, NoTokens, Place, bare, prompt_fields

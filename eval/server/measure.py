@@ -16,8 +16,8 @@ from urllib.parse import urlsplit, urlunsplit
 import numpy as np
 from datasets import Dataset
 
-from draftsmith.distill.asked import Asked
 from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.conversation import Asked
 from draftsmith.distill.data_section import DataSection, ServerSection, server_key
 from draftsmith.distill.server.answers import Answer, NoTokens
 from draftsmith.distill.server.client import RequestFailed, ServerClient

@@ -16,7 +16,7 @@ from draftsmith.decode.passes import graphs
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.heads import DraftModel
 from draftsmith.heads.base import Drafter
-from draftsmith.heads.recall import Recall
+from draftsmith.heads.earlier_texts import Recall
 from draftsmith.heads.retrieval import Hybrid
 
 SETTINGS = {"max_new_tokens": 8, "eos_token_id": None}

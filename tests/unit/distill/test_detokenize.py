@@ -7,8 +7,8 @@ import pytest
 from piece_tokenizer import make_piece_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.distill.asked import Asked
 from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.conversation import Asked
 from draftsmith.distill.detokenize import WINDOW, IncrementalText, text_after
 from draftsmith.distill.sources import Conversation, conversation
 from draftsmith.eval.evaluation import token_texts

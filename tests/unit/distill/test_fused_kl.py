@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.distill.alignment import TargetRows, forward_kl_and_alpha
+from draftsmith.distill.draft_probabilities import TargetRows, forward_kl_and_alpha
 from draftsmith.distill.losses import forward_kl, overlap
 
 N, V = 12, 40

@@ -14,8 +14,8 @@ from transformers import (
 )
 
 from draftsmith.decode.decoder import SpeculativeDecoder
-from draftsmith.distill.asked import question_numbers
 from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.conversation import question_numbers
 from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.dataset import (
     FEATURES,

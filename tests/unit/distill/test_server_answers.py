@@ -8,8 +8,8 @@ import pytest
 from engine_server import chat_tokenizer
 from piece_tokenizer import make_piece_tokenizer
 
-from draftsmith.distill.asked import Asked
 from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.conversation import Asked
 from draftsmith.distill.data_section import ServerSection, base_url, server_section
 from draftsmith.distill.server.answers import (
     CHAT,

@@ -12,8 +12,8 @@ import pytest
 from datasets import Dataset
 from engine_server import FLEETING, KEY, LASTING, SLOW, Engine, answer_tokens, chat_tokenizer
 
-from draftsmith.distill.asked import question_numbers
 from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.conversation import question_numbers
 from draftsmith.distill.data_section import DataSection, ServerSection
 from draftsmith.distill.server import client, sampling
 from draftsmith.distill.server.answers import Journal

@@ -18,7 +18,7 @@ from draftsmith.eval.prompts import Prompt
 from draftsmith.eval.settings import BASELINE, Settings
 from draftsmith.heads import Medusa
 from draftsmith.heads.draft_model import DraftModel
-from draftsmith.heads.recall import Recall
+from draftsmith.heads.earlier_texts import Recall
 
 SETTINGS = Settings("t", {"d": "x"}, "p", max_new_tokens=6, draft_lengths=(2,), repeats=2, temperatures=(0.0, 1.0))
 

@@ -14,8 +14,8 @@ from engine_server import chat_tokenizer
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.distill.asked import text_seed
 from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.conversation import text_seed
 from draftsmith.distill.server.answers import bare
 from draftsmith.eval.lossless.check import CheckSettings, VariantCheck
 from draftsmith.eval.lossless.hypotheses import chi_square_tail, homogeneity

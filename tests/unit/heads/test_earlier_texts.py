@@ -14,7 +14,16 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel, first_layers
 from draftsmith.heads.draft_tree import Draft
-from draftsmith.heads.recall import EXPLORED, PRIOR, RECENT, RECENT_ROUNDS, NgramMemory, Recall, Situation, memories
+from draftsmith.heads.earlier_texts import (
+    EXPLORED,
+    PRIOR,
+    RECENT,
+    RECENT_ROUNDS,
+    NgramMemory,
+    Recall,
+    Situation,
+    memories,
+)
 from draftsmith.heads.retrieval import Hybrid
 
 PROMPTS = [[5, 9, 33], [7, 7, 8], [40], [11, 2, 3, 4], [21, 22], [50, 51, 52]]

@@ -6,7 +6,7 @@ import torch
 
 from draftsmith.distill.teacher import Batch
 from draftsmith.heads.base import TeacherSignals, TrainableDrafter
-from draftsmith.heads.start import fit_start, frequencies, input_sizes
+from draftsmith.heads.initial_weights import fit_start, frequencies, input_sizes
 from draftsmith.train.data import TrainingData, token_counts
 from draftsmith.train.learning_rates import starts_trained
 from draftsmith.train.optimizers import Sizes
@@ -26,7 +26,7 @@ def start_drafter(
     data: TrainingData,
     batch: Callable[[list[int]], Batch],
 ) -> Sizes:
-    """Fit the weights of an untrained drafter, see heads/start.py, and return the sizes of inputs by weight.
+    """Fit the weights of an untrained drafter, see heads/initial_weights.py, and return the sizes of inputs by weight.
 
     Every process does the same with the same rows. A resumed run measures the sizes again and loads its weights.
     """

@@ -12,13 +12,13 @@ from exact.toys import ToyDrafter, ToyModel, ToyTarget
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies import Chain, Policy
 from draftsmith.decode.sampling import Processors
-from draftsmith.heads.recall import NgramMemory, Recall
+from draftsmith.heads.earlier_texts import NgramMemory, Recall
 
 
 @pytest.mark.parametrize("policy", [Chain(2), DRAWN_TREES[0], CHOSEN_TREES[0], None], ids=str)
 def test_drafts_from_earlier_texts_are_lossless(policy: Policy | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The texts of a batch read what the other one commits; their joint distribution is the product of the target's."""
-    monkeypatch.setattr("draftsmith.heads.recall.TRUST", 1.5)  # these texts are too short to prefer the memory
+    monkeypatch.setattr("draftsmith.heads.earlier_texts.TRUST", 1.5)  # these texts are too short to prefer the memory
     p, processors = ToyModel(6), Processors(TOP_2)
     sizes, recalls = ((PROMPT, 4), (OTHER_PROMPT, 3)), list[Recall]()
     earlier = NgramMemory(1024)

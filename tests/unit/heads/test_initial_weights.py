@@ -15,7 +15,7 @@ from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import TeacherSignals, TrainableDrafter
-from draftsmith.heads.start import best_state, copied_share, fit_start, frequencies, typical_sizes
+from draftsmith.heads.initial_weights import best_state, copied_share, fit_start, frequencies, typical_sizes
 
 STARTED = {
     **{

@@ -10,8 +10,8 @@ from conftest import make_llama
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
+from draftsmith.heads.initial_weights import InputSizes
 from draftsmith.heads.medusa import Medusa
-from draftsmith.heads.start import InputSizes
 from draftsmith.train.optimizers import MEASURED_TOTAL, OPTIMIZERS, Trained
 from draftsmith.train.recipe import Recipe, load_recipe
 from draftsmith.train.run_folder import read_metrics
