@@ -1,4 +1,4 @@
-"""What an installed vLLM makes of an export: its own parser of speculators' configs, run on the written folder."""
+"""The drafter that an installed vLLM builds from an export, as told by its own parser of speculators configs."""
 
 import json
 from importlib.metadata import version
