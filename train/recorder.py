@@ -39,6 +39,7 @@ from draftsmith.train.run_folder import (
     append_metrics,
     comparable,
     finish,
+    flush_metrics,
     read_metrics,
     restart_metrics,
 )
@@ -308,6 +309,8 @@ class Record:
             if self._average is not None:
                 state = replace(state, average={name: mean.cpu() for name, mean in self._average.weights.items()})
             recipe, keep = comparable(self._recipe), self._recipe.train.keep_checkpoints
+            with self._writing(METRICS):
+                flush_metrics(self._folder)
             with self._writing(CHECKPOINTS):
                 save_state(self._folder / CHECKPOINTS, progress, recipe, state, keep)
         self.meet()

@@ -1,6 +1,7 @@
 """A run's folder: locked for one recipe, with a metrics file that has each step once."""
 
 import json
+import os
 import shlex
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -173,6 +174,12 @@ def append_metrics(folder: Path, row: dict[str, Any]) -> None:
     """Add a row to the run's metrics."""
     with (folder / METRICS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
+
+
+def flush_metrics(folder: Path) -> None:
+    """Flush the rows to disk, so that those before a checkpoint survive a power failure, as the checkpoint does."""
+    with (folder / METRICS).open("a", encoding="utf-8") as file:
+        os.fsync(file.fileno())
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
