@@ -39,7 +39,7 @@ from draftsmith.heads.layers import Attend, Rope, cached_attention, ready, rotar
 from draftsmith.heads.lm_head import DraftVocabulary, copy_lm_head, logits_head, weight_of
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.read_positions import ReadPositions
-from draftsmith.heads.rows import Counts, Rows
+from draftsmith.heads.rows import Columns, Rows
 from draftsmith.heads.unrolled_attention import UnrolledAttention
 
 # Shapes: B rows, T tokens read, n tokens or nodes, F size of the target's features per position, H hidden size,
@@ -127,18 +127,18 @@ class DraftNetwork(nn.Module, ABC):
         attention_mask: Tensor | Mapping[str, Tensor | None] | None,
         past_key_values: Any,
         use_cache: bool = True,
-        lasts: Counts | None = None,
+        columns: Columns | None = None,
     ) -> NetworkOutput:
         """Run like a transformers LM, on its cache; `features` are the states [B, T, H] before each token.
 
-        `lasts`: the only position of each row whose output is needed.
+        `columns`: the only positions of each row whose output is needed.
         """
         embeds_BTH = self.embed(input_ids)
         rope = self.rotary(embeds_BTH, position_ids)
         attend = cached_attention(past_key_values, attention_mask, getattr(self.config, "layer_types", None) or ())
         states_BTH = self.step(embeds_BTH, features.to(self.dtype), rope, attend)
-        if lasts is not None:
-            states_BTH = states_BTH[torch.arange(len(lasts), device=lasts.device), lasts.on_device_B][:, None]
+        if columns is not None:
+            states_BTH = columns.of(states_BTH)
         return NetworkOutput(self.full_head(states_BTH), states_BTH)
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.lm_head import DraftVocabulary
+from draftsmith.heads.rows import Columns
 
 if TYPE_CHECKING:
     from draftsmith.heads.read_positions import SequencePart
@@ -85,8 +86,11 @@ class Runner(Protocol):
         """Read the next level of draft tokens and return the logits [B, n, V] after them."""
         ...
 
-    def line(self, tokens_BQ: Tensor, features_BQF: Tensor | None = None) -> Tensor:
-        """Read a line of tokens of every row as draft tokens and return the logits [B, Q, V] after them."""
+    def line(self, tokens_BQ: Tensor, features_BQF: Tensor | None = None, columns: Columns | None = None) -> Tensor:
+        """Read a line of tokens of every row as draft tokens and return the logits [B, Q, V] after them.
+
+        `columns`: return those of some tokens only.
+        """
         ...
 
     def block(self, tokens_Bb: Tensor, features_BCF: Tensor, counts: Sequence[int]) -> Tensor:

@@ -189,7 +189,7 @@ class DFlashNetwork(DraftNetwork):
             x_BTH = layer(x_BTH, rope, attend)
         return self.norm(x_BTH)
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decoder looks for `lasts`
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the decoder looks for `columns`
         self,
         input_ids: Tensor,
         features: Tensor,

@@ -9,7 +9,6 @@ Trained with the training-time test: several steps, each on the states of the la
 P-EAGLE's drafter has the same network.
 """
 
-from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -24,7 +23,7 @@ from draftsmith.heads.initial_weights import final_states_of, silence, typical_s
 from draftsmith.heads.layers import Attend, Attention, DecoderLayer, Rope, layer_config, norm
 from draftsmith.heads.lm_head import DraftVocabulary, weight_of
 from draftsmith.heads.model_config import text_config
-from draftsmith.heads.rows import Rows
+from draftsmith.heads.rows import Columns, Rows
 
 
 class FirstLayer(nn.Module):
@@ -275,30 +274,28 @@ class ParallelEagle(NetworkDrafter[Eagle3Network]):
         super().start(context)
         # At most num_tokens + 1 committed tokens of a round, the first of which is not a mask, and the other masks.
         self._runner = context.runner(self.body, width=2 * self.num_tokens)
-        known = [text.tokens[1:-1] for text in context.texts]
-        if any(known):
-            self._runner.append(known, self._states([len(row) for row in known]))
-
-    def _states(self, counts: Sequence[int]) -> Tensor:
-        """Return the states [B, most, H] of the next `counts` committed tokens of each text, padded on the right."""
-        return self.body.project(self.context.take_features(counts).to(self.body.dtype))
+        self._read([text.tokens[1:] for text in context.texts])
 
     def begin(self, rows: list[int]) -> Tensor:
+        tokens = unread(self.context, rows, self._runner, first=1)
+        if any(tokens):  # not in the first round, whose masks were read with the prompt
+            self._read(tokens)
+        return self._logits_BKV[:, 0]
+
+    def _read(self, tokens: list[list[int]]) -> None:
         """Read new committed tokens and the masks after them in one pass; then the masks are dropped from the cache."""
-        new = Rows(unread(self.context, rows, self._runner, first=1), self.mask_hidden.device)
+        new = Rows(tokens, self.mask_hidden.device)
         # Rows are padded with masks on the right, which the tokens and masks before them do not see.
         width = new.width + self.num_tokens - 1
         count_B1 = new.counts.on_device_B[:, None]
         is_known_BQ = torch.arange(width, device=new.device) < count_B1
         tokens_BQ = nn.functional.pad(new.values_BW, (0, self.num_tokens - 1)).where(is_known_BQ, self.mask_token)
-        known_BQH = nn.functional.pad(self._states(new.counts), (0, 0, 0, self.num_tokens - 1))
-        logits_BQV = self._runner.line(tokens_BQ, torch.where(is_known_BQ[..., None], known_BQH, self._mask_state()))
+        known_BCH = self.body.project(self.context.take_features(new.counts).to(self.body.dtype))
+        known_BQH = nn.functional.pad(known_BCH, (0, 0, 0, self.num_tokens - 1))
+        states_BQH = torch.where(is_known_BQ[..., None], known_BQH, self._mask_state())
+        last = new.counts.map(lambda count: count - 1 + (count == 0))
+        self._logits_BKV = self._runner.line(tokens_BQ, states_BQH, Columns(last, self.num_tokens))
         self._runner.commit(Rows.rising(new.counts))
-        first_B1 = count_B1.clamp_min(1) - 1
-        asked_BK = first_B1 + torch.arange(self.num_tokens, device=tokens_BQ.device)
-        rows_B1 = torch.arange(len(new), device=tokens_BQ.device)[:, None]
-        self._logits_BKV = logits_BQV[rows_B1, asked_BK]
-        return self._logits_BKV[:, 0]
 
     @property
     def steps(self) -> int:

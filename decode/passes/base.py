@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.heads.hidden_states import Watched, feature_modules
 from draftsmith.heads.model_config import NO_CONTEXT
-from draftsmith.heads.rows import Counts
+from draftsmith.heads.rows import Columns, Counts
 
 HEAD = 0
 """Key of the lm_head's input among the tensors that hooks keep; layers are counted from 1."""
@@ -103,8 +103,8 @@ class Reading:
     visible_BQR: Tensor | None = None
     """The draft slots that each token sees, R - Q earlier ones and its own Q; None: all up to itself."""
     features_BQF: Tensor | None = None
-    lasts: Counts | None = None
-    """The column of each row whose logits are returned; None: all."""
+    columns: Columns | None = None
+    """Those whose logits are returned; None: all."""
 
     @property
     def width(self) -> int:
@@ -117,7 +117,7 @@ class Reading:
 
 
 class Output(NamedTuple):
-    """Output of a pass for every token, or for one of each row; states where they are asked for."""
+    """Output of a pass for every token, or for some columns of each row; states where they are asked for."""
 
     logits_BQV: Tensor
     states_BQH: Tensor | None
@@ -129,26 +129,12 @@ class Output(NamedTuple):
         return Output._make(None if x is None else x[:rows, :width] for x in self)
 
     def of(self, reading: Reading) -> "Output":
-        """Return the output of one column of each row where a reading names them; the model may have selected it."""
-        if reading.lasts is None:
+        """Return the output of the columns that a reading names, where it does; the model may have selected them."""
+        columns, states = reading.columns, self.states_BQH
+        if columns is None:
             return self
-        states = self.states_BQH
-        return self._replace(
-            logits_BQV=at_last(self.logits_BQV, reading.lasts),
-            states_BQH=None if states is None else at_last(states, reading.lasts),
-        )
-
-
-def at_last(values_BQX: Tensor, lasts: Counts) -> Tensor:
-    """Return a copy of one column of each row, [B, 1, X], or the one that is there.
-
-    A view would do for equal columns, but bf16 products on a CPU read one 60 times slower than a copy (torch 2.13).
-    """
-    if values_BQX.shape[1] == 1:
-        return values_BQX
-    if lasts.equal:
-        return values_BQX[:, lasts[0] : lasts[0] + 1].clone(memory_format=torch.contiguous_format)
-    return values_BQX[torch.arange(len(lasts), device=lasts.device), lasts.on_device_B][:, None]
+        states = None if states is None else columns.of(states)
+        return self._replace(logits_BQV=columns.of(self.logits_BQV), states_BQH=states)
 
 
 class Positions:

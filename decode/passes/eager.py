@@ -23,12 +23,11 @@ from draftsmith.decode.passes.base import (
     Positions,
     Reading,
     Seen,
-    at_last,
 )
 from draftsmith.errors import ConfigError
 from draftsmith.heads.hidden_states import ProcessorInputs, prompt_positions
 from draftsmith.heads.model_config import NO_CONTEXT, QueryScales, context_limit, is_compiled, rotary_switch, uncompiled
-from draftsmith.heads.rows import Counts, Rows, rows_of
+from draftsmith.heads.rows import Columns, Counts, Rows, rows_of
 
 # Shapes: B rows, Q tokens fed to each, S slots of the cache or tokens of the text so far, V vocabulary.
 
@@ -51,7 +50,7 @@ class EagerPasses:
         self._attention, self._scales = Attention.of(model), QueryScales(model)
         self._is_plain = not self._scales and not is_compiled(model)
         accepted = inspect.signature(model.forward).parameters
-        self._cache_name, self._takes_lasts = cache_name(accepted), "lasts" in accepted
+        self._cache_name, self._takes_columns = cache_name(accepted), "columns" in accepted
         is_network = not isinstance(model, PreTrainedModel)
         self._head = None if is_network else model.get_output_embeddings()
         positions = "decoder_position_ids" if model.config.is_encoder_decoder else "position_ids"
@@ -90,9 +89,9 @@ class EagerPasses:
         if self._positions_name is not None:
             plain_1T = torch.arange(len(ids), device=self._device)[None]
             arguments[self._positions_name] = plain_1T if positions is None else positions
-        last = Counts([len(ids) - 1], self._device)
+        last = Columns(Counts([len(ids) - 1], self._device))
         self.cache.aim_at(row, len(ids))
-        with self._watching(arguments.get(self._positions_name or "")), self._one_logit(last, len(ids)):
+        with self._watching(arguments.get(self._positions_name or "")), self._only(last, len(ids)):
             output = self.model(**arguments, use_cache=True)
         states, features = self._seen.take()
         return Output(output.logits[:, -1:], None if states is None else states[:, -1:], features)
@@ -110,13 +109,13 @@ class EagerPasses:
             inputs[self._positions_name] = positions_BQ
         if reading.features_BQF is not None:
             inputs["features"] = reading.features_BQF
-            if self._takes_lasts and reading.lasts is not None:
-                inputs["lasts"] = reading.lasts
+            if self._takes_columns and reading.columns is not None:
+                inputs["columns"] = reading.columns
         is_chain = visible_BQS is None
         with (
             self._attention.running(chain=is_chain),
             self._watching(positions_BQ),
-            self._one_logit(reading.lasts, reading.width),
+            self._only(reading.columns, reading.width),
         ):
             return self._run(inputs, reading)
 
@@ -196,11 +195,11 @@ class EagerPasses:
         logits = output.logits if output.logits.shape[1] <= width else output.logits[:, -width:]
         return Output(logits, states, features).of(reading)
 
-    def _one_logit(self, lasts: Counts | None, width: int) -> AbstractContextManager[object]:
-        """Let the lm_head read one of `width` columns of each row: logits of whole prompts would take much memory."""
-        if self._head is None or lasts is None or width == 1:
+    def _only(self, columns: Columns | None, width: int) -> AbstractContextManager[object]:
+        """Let the lm_head read these of `width` columns: logits of whole prompts would take much memory."""
+        if self._head is None or columns is None or width == columns.width:
             return NO_CONTEXT
-        return self._head.register_forward_pre_hook(partial(_only_last, lasts, width))
+        return self._head.register_forward_pre_hook(partial(_select, columns, width))
 
     def _watching(self, positions_BQ: Tensor | None) -> AbstractContextManager[None]:
         """Return a context of a pass at these positions, in which hidden states are kept."""
@@ -212,11 +211,11 @@ class EagerPasses:
             yield
 
 
-def _only_last(lasts: Counts, width: int, _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Replace an lm_head's input [B, Q, H] by one of its columns for each row, [B, 1, H]; a forward pre-hook."""
-    if not arguments or arguments[0].shape[:-1] != (len(lasts), width):
+def _select(columns: Columns, width: int, _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Replace an lm_head's input [B, Q, H] by some of its columns; a forward pre-hook."""
+    if not arguments or arguments[0].shape[:-1] != (len(columns.first), width):
         return None
-    return at_last(arguments[0], lasts), *arguments[1:]
+    return columns.of(arguments[0]), *arguments[1:]
 
 
 def _last_position(model: PreTrainedModel, plan: Plan) -> int:

@@ -16,7 +16,7 @@ from draftsmith.decode.passes.recurrent import RecurrentPasses, is_recurrent
 from draftsmith.heads.base import Level
 from draftsmith.heads.draft_tree import Parents, chain_parents
 from draftsmith.heads.hidden_states import ProcessorInputs
-from draftsmith.heads.rows import Counts, Rows
+from draftsmith.heads.rows import Columns, Counts, Rows
 
 # Shapes: B rows, Q tokens fed to each, R draft slots, H hidden size, V vocabulary.
 
@@ -63,9 +63,9 @@ class ModelRunner:
         ids_BQ = nn.functional.pad(rows.values_BW, (0, width - rows.width))
         if features_BQF is not None and width > features_BQF.shape[1]:
             features_BQF = nn.functional.pad(features_BQF, (0, 0, 0, width - features_BQF.shape[1]))
-        lasts = rows.counts.map(lambda count: count - 1 + (count == 0))
+        columns = Columns(rows.counts.map(lambda count: count - 1 + (count == 0)))
         # Padding follows the tokens, which do not attend to it.
-        reading = Reading(ids_BQ, self.lengths, rows.counts, features_BQF=features_BQF, lasts=lasts)
+        reading = Reading(ids_BQ, self.lengths, rows.counts, features_BQF=features_BQF, columns=columns)
         output = self._keep(self.passes.read(reading))
         self.passes.cache.lengths = self.lengths + rows.counts
         self.states = self.states if output.states_BQH is None else output.states_BQH[:, 0]
@@ -97,9 +97,12 @@ class ModelRunner:
         self._visible = visible
         return logits_BnV
 
-    def line(self, tokens_BQ: Tensor, features_BQF: Tensor | None = None) -> Tensor:
-        """Read a line of tokens of every row as draft tokens and return the logits [B, Q, V] after them."""
-        return self._branch(tokens_BQ, None, None, features_BQF)
+    def line(self, tokens_BQ: Tensor, features_BQF: Tensor | None = None, columns: Columns | None = None) -> Tensor:
+        """Read a line of tokens of every row as draft tokens and return the logits [B, Q, V] after them.
+
+        `columns`: return those of some tokens only.
+        """
+        return self._branch(tokens_BQ, None, None, features_BQF, columns)
 
     def lines(self, tokens_BQ: Tensor, width: int) -> Tensor:
         """Return the logits that `line` returns, from passes over at most `width` tokens."""
@@ -158,6 +161,7 @@ class ModelRunner:
         depths: Tensor | None,
         visible_BQR: Tensor | None,
         features_BQF: Tensor | None,
+        columns: Columns | None = None,
     ) -> Tensor:
         """Read draft tokens and return the logits [B, Q, V] after them; the arguments are those of `Reading`."""
         Q, drafted = tokens_BQ.shape[1], self._drafted
@@ -177,12 +181,14 @@ class ModelRunner:
             depths=depths,
             visible_BQR=visible_BQR,
             features_BQF=features_BQF,
+            columns=columns,
         )
         output = self._keep(self.passes.read(reading))
         self._drafted = drafted.read(reading, Q)
-        if output.states_BQH is not None:
-            self.states = output.states_BQH[:, :Q] if more else output.states_BQH
-        return output.logits_BQV[:, :Q] if more else output.logits_BQV
+        if more and columns is None:
+            output = output._replace(features_BQF=None).part(len(tokens_BQ), Q)
+        self.states = self.states if output.states_BQH is None else output.states_BQH
+        return output.logits_BQV
 
     def _keep(self, output: Output) -> Output:
         """Keep the features of a pass, and return its output."""

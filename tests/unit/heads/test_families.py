@@ -209,13 +209,26 @@ def test_the_text_is_the_targets_own(name: str) -> None:
         assert [out.tokens for out in batch] == expected, policy
 
 
-@pytest.mark.parametrize("name", ["medusa", "eagle3", "peagle", "dspark"])
-def test_beside_retrieval(name: str) -> None:
-    """Rounds in which the drafter is not asked: it catches up on tokens and features, and keeps to its own reach."""
-    target = target_model()
-    drafter = Hybrid(make(name, target, noise=0.02), SuffixRetrieval(min_match=1), min_match=2)
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["medusa", "eagle3", "mtp", "peagle", "dflash", "dspark"])
+def test_beside_retrieval(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds in which the drafter is not asked: it catches up on tokens and features, and keeps to its own reach.
+
+    Its logits are those of training, whether the tokens before came from its own drafts or from retrieved ones.
+    """
+    target = target_model().double()
+    asked = make(name, target, noise=0.02).double()
+    drafter = Hybrid(asked, SuffixRetrieval(min_match=1), min_match=2)
     prompts = [[5, 9, 33, 2, 5, 9, 33, 2, 5, 9], [7, 7, 8], [40]]
-    expected = [alone(tuple(prompt), 60) for prompt in prompts]
+    expected = [alone(tuple(prompt), 60, torch.float64) for prompt in prompts]
+    begin, said = asked.begin, dict[tuple[int, ...], Tensor]()
+
+    def noted(rows: list[int]) -> Tensor:
+        logits_BV = begin(rows)
+        said.update({tuple(asked.context.texts[row].tokens): logits_BV[row].clone() for row in rows})
+        return logits_BV
+
+    monkeypatch.setattr(asked, "begin", noted)
     decoder = SpeculativeDecoder(target, drafter, policy="confidence:threshold=0,draft_length=9")
     outputs = [decoder.generate(prompt, max_new_tokens=60, eos_token_id=None) for prompt in prompts]
     assert [out.tokens for out in outputs] == expected
@@ -223,6 +236,9 @@ def test_beside_retrieval(name: str) -> None:
     depths = {record.depth for out in outputs for record in out.rounds}
     most = drafter.max_draft_length
     assert max(depths) > (most or 0), "some drafts are retrieved, and longer than the drafter's"
+    for tokens, logits_V in list(said.items())[:20]:
+        training = unrolled_logits(asked, target, [*tokens, 6, 6], anchor=len(tokens) - 1)[0]
+        torch.testing.assert_close(logits_V, training, rtol=0, atol=1e-5)
 
 
 def save(drafter: TrainableDrafter, folder: Path, target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Path:

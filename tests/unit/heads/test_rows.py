@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transfers import counted_reads
 
-from draftsmith.heads.rows import Counts, Rows, constant, rows_of, upload
+from draftsmith.heads.rows import Columns, Counts, Rows, constant, rows_of, upload
 
 CPU = torch.device("cpu")
 
@@ -98,3 +98,13 @@ def test_constants_that_are_equal_in_python_have_the_dtype_that_was_asked_for() 
     assert constant((0, 1), CPU).dtype == torch.long
     assert constant((False, True), CPU, torch.bool).dtype == torch.bool
     assert constant((0, 1), CPU).dtype == torch.long
+
+
+@pytest.mark.parametrize("first", [[2, 2, 2], [0, 3, 1]])
+@pytest.mark.parametrize("width", [1, 3])
+def test_columns_are_those_that_begin_at_the_first_of_each_row(first: list[int], width: int) -> None:
+    values_BQX = torch.arange(3 * 6 * 2).view(3, 6, 2)
+    chosen = Columns(Counts(first, CPU), width).of(values_BQX)
+    assert torch.equal(chosen, torch.stack([values_BQX[row, at : at + width] for row, at in enumerate(first)]))
+    assert chosen.is_contiguous()
+    assert Columns(Counts([0, 0, 0], CPU), width).of(chosen) is chosen, "there are no others"
