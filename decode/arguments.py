@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.passes.capability import Capability, capability_of
 from draftsmith.decode.policies import Policy
+from draftsmith.decode.rules import Rule
 from draftsmith.decode.sampling import require_seed
-from draftsmith.decode.verification import Rule
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel

@@ -34,10 +34,10 @@ from draftsmith.decode.passes.checks import CHAINS_ONLY, require_invariant, usab
 from draftsmith.decode.passes.recurrent import is_recurrent
 from draftsmith.decode.policies import Chain, Policy, default_policy, exploring, plans, policy_named
 from draftsmith.decode.profiling import measure_costs
+from draftsmith.decode.rules import rule_named
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeOutput, DecodeSequence, Round, Stops, stop_string_criteria
 from draftsmith.decode.target import TransformersTarget, require_lm_head
-from draftsmith.decode.verification import rule_named
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.hidden_states import ProcessorInputs

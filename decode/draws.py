@@ -13,8 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from draftsmith.decode.drafts.batch import DraftBatch
 from draftsmith.decode.sampling import index_at
-from draftsmith.heads.draft_tree import DraftBatch
 from draftsmith.heads.rows import Counts, constant
 
 NOT_DRAWN = -2

@@ -11,20 +11,21 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache.committed import CommittedTokens, FeatureQueue, contexts_of
+from draftsmith.decode.cache.committed import CommittedTokens, Contexts, FeatureQueue, contexts_of
 from draftsmith.decode.costs import PartClock
-from draftsmith.decode.draft_builder import DraftBuilder
-from draftsmith.decode.drafting import Chains, propose
+from draftsmith.decode.drafts.batch import DraftBatch
+from draftsmith.decode.drafts.builder import DraftBuilder
+from draftsmith.decode.drafts.growing import Chains, propose
 from draftsmith.decode.draws import NOT_DRAWN, Draws, MakeDraws, seeded_draws, signed
 from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.policies.base import Chain, Policy
-from draftsmith.decode.proposal import Proposal, p_of, read_outcomes
-from draftsmith.decode.sampling import MakeContexts, Processors, precise
+from draftsmith.decode.rules import Rule, verify
+from draftsmith.decode.rules.any_draft import verify_greedy
+from draftsmith.decode.rules.outcome import VerifyResult
+from draftsmith.decode.sampling import Processors, precise
 from draftsmith.decode.sequence import DecodeSequence, Round
 from draftsmith.decode.target import TransformersTarget
-from draftsmith.decode.verification import Rule, verify_batch
-from draftsmith.decode.verification_rules import VerifyResult, verify_greedy
 from draftsmith.heads.base import Drafter, Needs
 from draftsmith.heads.draft_tree import ROOT, Draft
 from draftsmith.heads.rows import Counts, Rows, rows_of
@@ -119,13 +120,13 @@ class DecodeLoop:
         if self._drafter is not None and self._drafter.vocab_size not in (None, logits_BV.shape[1]):
             assert self._drafter.shared_vocabulary is not None, "`SpeculativeDecoder` refuses other vocabularies"
             self._shared = (self._drafter.shared_vocabulary, logits_BV.shape[1])
-        texts, proposal = self.texts, Proposal.empty(len(self.texts), self._device)
+        texts, batch = self.texts, DraftBatch.empty(len(self.texts), self._device)
         self._seeds = Counts([signed(text.seed) for text in texts], self._device)
         self._lengths = Counts([len(text.tokens) for text in texts], self._device)
-        results = self._decided(logits_BV[:, None], proposal, self._draws())
+        results = self._decided(logits_BV[:, None], batch, self._draws())
         if self._drafter is not None:
             self._hand_over(None)
-        new = self._commit(proposal.drafts, results, logits_BV[:, None])
+        new = self._commit(batch.read([]), results, logits_BV[:, None])
         tokens, self._roots, self._rooms = Rows.together(self._device, new, *self._next())
         self._lengths = self._lengths + tokens.counts
         if self._committed is not None:
@@ -141,16 +142,17 @@ class DecodeLoop:
         clock = self._clock
         clock.start()
         draws = self._draws()
-        proposal = self._propose(draws)
+        batch, builders = self._propose(draws)
         clock.end("draft")
-        logits_BQV = self._target.verify(proposal.tokens(self._roots), proposal.shapes)
-        results = self._decided(logits_BQV, proposal, draws)
+        tokens_BQ = torch.cat([self._roots.values_BW, batch.tokens_BN], 1)
+        logits_BQV = self._target.verify(tokens_BQ, batch.shapes)
+        results = self._decided(logits_BQV, batch, draws)
         verified = time.perf_counter()  # the device has nothing left to do: the outcome was read
         draft_seconds = clock.seconds()["draft"]
-        drafts = proposal.drafts
+        drafts = batch.read([])
         new = self._commit(drafts, results, logits_BQV)
         results = [result.first(len(tokens)) for result, tokens in zip(results, new, strict=True)]
-        slots = self._observe(proposal, results)
+        slots = self._observe(drafts, builders, results)
         paths = [list(result.path) for result in results]
         # Everything that the device needs to know of the round and for the next one, in one upload.
         together = Rows.together(self._device, paths, new, slots, *self._next())
@@ -172,11 +174,11 @@ class DecodeLoop:
         self._finish()
         return out
 
-    def _propose(self, draws: Draws | None) -> Proposal:
-        """Return drafts for all texts, on the device where all of them are chains of one length."""
+    def _propose(self, draws: Draws | None) -> tuple[DraftBatch, list[DraftBuilder]]:
+        """Return drafts for all texts, and the builders of those that the host built."""
         texts, drafter = self.texts, self._drafter
         if drafter is None:
-            return Proposal.empty(len(texts), self._device)
+            return DraftBatch.empty(len(texts), self._device), []
         rooms = self._rooms.last()
         retrieved = _retrieved(drafter, rooms)
         if (most := drafter.max_draft_length) is not None:  # a limit of its logits, not of retrieval
@@ -184,12 +186,13 @@ class DecodeLoop:
         if self._chain is not None and all(draft is None for draft in retrieved) and max(rooms) > 0:
             numbers = [text.number for text in texts]
             chains = Chains(self._processors, draws, self._committed, numbers, self._shared)
-            return Proposal(batch=chains.build(drafter, self._chain, rooms))
+            return chains.build(drafter, self._chain, rooms), []
         builders = []
         for text, room in zip(texts, rooms, strict=True):
             builders.append(DraftBuilder(text, room, self._processors, self._shared))
         policies = [text.policy for text in texts]
-        return Proposal(propose(drafter, policies, builders, retrieved, draws, self._committed), builders)
+        drafts = propose(drafter, policies, builders, retrieved, draws, self._committed)
+        return DraftBatch.of(drafts, self._device), builders
 
     def _next(self) -> tuple[list[list[int]], list[list[int]]]:
         """Return for the next round the last token of each text, and the maximum depth of its draft."""
@@ -202,26 +205,29 @@ class DecodeLoop:
             return None
         return self.draws_of(self._seeds, self._lengths, self._device)
 
-    def _decided(self, logits_BQV: Tensor, proposal: Proposal, draws: Draws | None) -> list[VerifyResult]:
-        """Apply the verification rule to all texts, and read the outcome in one transfer."""
-        scores_BQV = self._scores(logits_BQV, proposal)
+    def _decided(self, logits_BQV: Tensor, batch: DraftBatch, draws: Draws | None) -> list[VerifyResult]:
+        """Apply the verification rule to all texts, and read the outcome and the drafts in one transfer."""
+        scores_BQV = self._scores(logits_BQV, batch)
         # Places after which the processors forbid every token.
         empty_BQ = scores_BQV.isneginf().all(-1) if self._processors.may_empty else None
         if draws is None:
             tokens_BQ = scores_BQV.argmax(-1)
             if empty_BQ is not None:
                 tokens_BQ.masked_fill_(empty_BQ, NOT_DRAWN)
-            rows, Q = torch.cat([tokens_BQ, *proposal.packed()], 1).tolist(), tokens_BQ.shape[1]
-            drafts = proposal.read([row[Q:] for row in rows])
+            rows, Q = torch.cat([tokens_BQ, *batch.packed()], 1).tolist(), tokens_BQ.shape[1]
+            drafts = batch.read([row[Q:] for row in rows])
             return [verify_greedy(row, draft) for row, draft in zip(rows, drafts, strict=True)]
         p_BQV = scores_BQV.softmax(-1)
         if empty_BQ is not None:  # any distribution: a result ends before the token that is drawn from it
             p_BQV.masked_fill_(empty_BQ[..., None], 1 / p_BQV.shape[-1])
-        outcomes = []
-        for group in proposal.groups(draws, self._device, self._rule):
-            _, batch, own = group
-            outcomes.append((group, verify_batch(self._rule, p_of(group, p_BQV), batch, own)))
-        return read_outcomes(outcomes, proposal, empty_BQ)
+        outcome = verify(self._rule, p_BQV, batch, draws)
+        empty = [] if empty_BQ is None else [empty_BQ.double()]
+        rows, after = torch.cat([outcome.packed(), *batch.packed(), *empty], 1).tolist(), outcome.columns
+        batch.read([row[after : after + len(batch)] for row in rows])
+        results = [outcome.result(row) for row in rows]
+        if empty_BQ is None:
+            return results
+        return [result.until(row[-empty_BQ.shape[1] :]) for result, row in zip(results, rows, strict=True)]
 
     def _commit(self, drafts: list[Draft], results: list[VerifyResult], logits_BQV: Tensor) -> list[list[int]]:
         """Commit what was accepted and the tokens after it, and return the new tokens of each text.
@@ -239,15 +245,16 @@ class DecodeLoop:
                 self._processors.raise_empty(logits_BQV[row, place][None], before)
         return new
 
-    def _scores(self, logits_BQV: Tensor, proposal: Proposal) -> Tensor:
+    def _scores(self, logits_BQV: Tensor, batch: DraftBatch) -> Tensor:
         """Return the processed logits after every place of every text."""
         if self._processors.none:
             return precise(logits_BQV)
-        scores_nV = self._processors.scores(logits_BQV.flatten(0, 1), self._contexts(proposal))
-        return scores_nV.unflatten(0, logits_BQV.shape[:2])
 
-    def _contexts(self, proposal: Proposal) -> MakeContexts:
-        return lambda: proposal.contexts(self._committed, [text.number for text in self.texts])
+        def contexts() -> Contexts:
+            assert self._committed is not None, "kept where a processor reads the text"
+            return batch.contexts(self._committed, [text.number for text in self.texts])
+
+        return self._processors.scores(logits_BQV.flatten(0, 1), contexts).unflatten(0, logits_BQV.shape[:2])
 
     def _take_over(self, paths: Rows, new: Rows) -> None:
         """Hand the target's states over to the drafter, and keep the accepted tokens."""
@@ -273,18 +280,20 @@ class DecodeLoop:
         if features_BnF is not None:
             self._features.add(features_BnF, counts)
 
-    def _observe(self, proposal: Proposal, results: list[VerifyResult]) -> list[list[int]]:
+    def _observe(
+        self, drafts: list[Draft], builders: list[DraftBuilder], results: list[VerifyResult]
+    ) -> list[list[int]]:
         """Pass results to the policies; return the slots of accepted nodes that the drafter has read.
 
         Policies learn nothing from a draft inside which its text ended: its other tokens are neither right nor wrong.
         """
+        if not builders:  # chains on the device, of which the drafter has read all tokens but the last
+            return [[node for node in result.path if node < len(drafts[0]) - 1] for result in results]
         slots: list[list[int]] = []
-        for row, (text, draft, result) in enumerate(zip(self.texts, proposal.drafts, results, strict=True)):
-            builder = proposal.builders[row] if proposal.builders else None
-            retrieved = builder is not None and len(draft) > 0 and not builder.tokens
-            slots.append([] if retrieved else proposal.read_slots(row, result.path))
+        for text, draft, builder, result in zip(self.texts, drafts, builders, results, strict=True):
+            retrieved = len(draft) > 0 and not builder.tokens
+            slots.append([] if retrieved else builder.read_slots(result.path))
             if text.policy is not None and text.policy.learns and not retrieved and result.next_token != NOT_DRAWN:
-                assert builder is not None, "only chains of one length have none"
                 text.policy.observe(builder, draft, result)
         return slots
 

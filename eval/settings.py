@@ -10,8 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.arguments import capabilities, require_readable
 from draftsmith.decode.policies import check_policy
+from draftsmith.decode.rules import rule_named
 from draftsmith.decode.sampling import Sampling, require_seed
-from draftsmith.decode.verification import rule_named
 from draftsmith.distill.chat_template import template_text
 from draftsmith.distill.load_target import load_processor, load_target, load_tokenizer
 from draftsmith.errors import ConfigError

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draftsmith.decode.draft_builder import Children, DraftBuilder, DrawChildren, Read
+from draftsmith.decode.drafts.builder import Children, DraftBuilder, DrawChildren, Read
 from draftsmith.decode.policies.base import Growing, MostNodes, Policy
 from draftsmith.heads.draft_tree import ROOT
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from draftsmith.decode.draft_builder import DraftBuilder, Look, Read
+from draftsmith.decode.drafts.builder import DraftBuilder, Look, Read
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies.base import Growing, Policy
 from draftsmith.decode.sampling import Processors, Sampling

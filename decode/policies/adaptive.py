@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, Self
 
 from draftsmith.decode.costs import Costs
-from draftsmith.decode.draft_builder import Children, DraftBuilder, DrawChildren, Look, Read
+from draftsmith.decode.drafts.builder import Children, DraftBuilder, DrawChildren, Look, Read
 from draftsmith.decode.policies.base import Growing, MostNodes, Policy, require_counts
 from draftsmith.decode.policies.trees import Candidates
-from draftsmith.decode.verification_rules import VerifyResult
+from draftsmith.decode.rules.outcome import VerifyResult
 from draftsmith.heads.draft_tree import ROOT, Draft
 
 EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)

@@ -4,8 +4,8 @@ from collections.abc import Generator
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
-from draftsmith.decode.draft_builder import DraftBuilder, DrawChildren, Look, Read
-from draftsmith.decode.verification_rules import VerifyResult
+from draftsmith.decode.drafts.builder import DraftBuilder, DrawChildren, Look, Read
+from draftsmith.decode.rules.outcome import VerifyResult
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_tree import ROOT, Draft
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from draftsmith.decode.draft_builder import DraftBuilder, DrawChildren, Look, Read
+from draftsmith.decode.drafts.builder import DraftBuilder, DrawChildren, Look, Read
 from draftsmith.decode.policies.base import Growing, MostNodes, Policy, require_counts
 from draftsmith.heads.draft_tree import ROOT, Draft
 

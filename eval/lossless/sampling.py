@@ -3,7 +3,7 @@
 The control is a deliberately lossy rule: a check that does not detect it has no power.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle, groupby
@@ -14,11 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.decode.drafts.batch import DraftBatch
 from draftsmith.decode.draws import Draws
+from draftsmith.decode.rules import RULES, Rule, VerifyBatch, verify
+from draftsmith.decode.rules.outcome import Decided, VerifyResult
 from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.sequence import DecodeOutput
-from draftsmith.decode.verification import RULES, Rule, VerifyBatch, verify_batch
-from draftsmith.decode.verification_rules import Decided, VerifyResult
 from draftsmith.errors import ConfigError
 from draftsmith.eval.lossless.hypotheses import (
     ALL_TOKENS,
@@ -35,7 +36,7 @@ from draftsmith.eval.lossless.hypotheses import (
 )
 from draftsmith.eval.lossless.probabilities import DEPTH, SampledTarget, partition, transform
 from draftsmith.eval.prompts import Prompt
-from draftsmith.heads.draft_tree import ROOT, Draft, DraftBatch
+from draftsmith.heads.draft_tree import ROOT, Draft
 from draftsmith.heads.model_config import context_limit
 
 # Shapes: B texts of one prompt, T tokens of each, N tokens, P positions of a draft, V vocabulary.
@@ -66,7 +67,7 @@ def lossy(rule: Rule | None, seed: int = 0) -> VerifyBatch:
 
     def verify_wrongly(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Decided:
         wrong = torch.rand((), generator=coin) < SHARE
-        return verify_batch(RULES["typical"] if wrong else rule, p_BPV, draft, draws)
+        return verify(RULES["typical"] if wrong else rule, p_BPV, draft, draws)
 
     return verify_wrongly
 
@@ -300,21 +301,18 @@ class Watch:
 
     def watched(self, change: VerifyBatch | None = None) -> Rule:
         """Return the rule to use in a decoder; `change` replaces the verification."""
-        change = partial(verify_batch, self.rule) if change is None else change
+        change = partial(verify, self.rule) if change is None else change
         return Rule("watched", partial(self._watch, change))
 
     def _watch(self, verify: VerifyBatch, p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Decided:
         outcome = verify(p_BPV, draft, draws)
         for row, values in enumerate(outcome.packed().tolist()):
-            tokens, shape = draft.tokens_BN[row].tolist(), draft.parents_of(row)
-            if not draft.drawn and draft.valid_BN is not None:  # padding follows the nodes of chosen drafts
-                shape = shape[: int(draft.valid_BN[row].sum())]
-            whole = Draft(tuple(tokens[: len(shape)]), shape)  # none of the paths has invalid nodes
-            q = tuple(q_BV[row] for q_BV in draft.q) if draft.drawn else None
+            shape, q = draft.row(row)
+            whole = Draft(tuple(draft.tokens_BN[row, : len(shape)].tolist()), shape)  # paths have no invalid nodes
             self._add(p_BPV[row], whole, q, outcome.result(values))
         return outcome
 
-    def _add(self, p_PV: Tensor, draft: Draft, q: tuple[Tensor, ...] | None, result: VerifyResult) -> None:
+    def _add(self, p_PV: Tensor, draft: Draft, q: Sequence[Tensor] | None, result: VerifyResult) -> None:
         """Keep the emitted tokens with their p and q; `q`: that of each drawn node."""
         tokens = [*(draft.tokens[node] for node in result.path), result.next_token]
         for place, (node, token) in enumerate(zip([ROOT, *result.path], tokens, strict=True)):
@@ -341,7 +339,7 @@ class Watch:
             self._u[place].append(u)
 
 
-def _q(p_V: Tensor, draft: Draft, q: tuple[Tensor, ...] | None, node: int) -> Tensor:
+def _q(p_V: Tensor, draft: Draft, q: Sequence[Tensor] | None, node: int) -> Tensor:
     """Return the numerator [V] of the score q/p after `node`.
 
     For chosen draft tokens, candidates come before all other tokens; without draft tokens, the order is that of p.

@@ -7,13 +7,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from draftsmith.decode.drafts.batch import DraftBatch
+from draftsmith.decode.drafts.drawing import Drawing, Wanted, draw_together
 from draftsmith.decode.draws import NOT_DRAWN, Draws, MakeDraws, Node
 from draftsmith.decode.loop import DecodeLoop
-from draftsmith.decode.proposal import Proposal, p_of
+from draftsmith.decode.rules import Rule
+from draftsmith.decode.rules import verify as verify_batch
+from draftsmith.decode.rules.outcome import VerifyResult
 from draftsmith.decode.sequence import DecodeSequence
-from draftsmith.decode.verification import Rule, verify_batch
-from draftsmith.decode.verification_rules import VerifyResult
-from draftsmith.heads.draft_tree import Draft, DraftBatch, Drawing, children_of, depths_of, draw_together
+from draftsmith.heads.draft_tree import Draft, children_of, depths_of
 
 Tokens = tuple[int, ...]
 
@@ -143,7 +145,7 @@ class RowDraws(Draws):
         valid = None if draft.valid_BN is None else draft.valid_BN.tolist()
         for row, weights_PV in enumerate(weights_BPV):
             place: int | None = 0
-            depth, children = 0, children_of(draft.parents_of(row))
+            depth, children = 0, children_of(draft.row(row)[0])
             while place is not None:
                 token = self._token(row, "target", depth, weights_PV[place])
                 here, place, depth = place, None, depth + 1
@@ -202,7 +204,7 @@ def drawn_draft(parents: Sequence[int], q: Callable[[int], Tensor], rng: Rng) ->
     drawing, draws = Drawing(), RowDraws([rng])
     for parent in parents:
         q_1V = q(parent)[None]
-        draw_together([drawing], [[parent]], [[1]], q_1V, [0], draws.drafted, may_empty=False, chances=False)
+        draw_together([Wanted(drawing, [parent], [1], 0)], q_1V, draws.drafted, may_empty=False, chances=False)
     return drawing.draft()
 
 
@@ -240,7 +242,7 @@ def verified_together(
     rule: Rule | None, cases: Sequence[tuple[Tensor, Draft]]
 ) -> Iterator[tuple[float, int, VerifyResult]]:
     """Yield what `verified` does, for drafts of all shapes in the batches that the decoder makes of them."""
-    widest, cpu = max(len(p_PV) for p_PV, _ in cases), torch.device("cpu")
+    widest = max(len(p_PV) for p_PV, _ in cases)
     pending: list[tuple[int, tuple[int, ...]]] = [(number, ()) for number in range(len(cases))]
     while pending:
         rows, pending = pending[:AT_ONCE], pending[AT_ONCE:]
@@ -248,15 +250,9 @@ def verified_together(
         # Places that a text does not have hold p of its last one, which must not count.
         p = [cases[number][0] for number, _ in rows]
         p_BQV = torch.stack([torch.cat([p_PV, p_PV[-1:].expand(widest - len(p_PV), -1)]) for p_PV in p])
-        for group in Proposal(drafts).groups(RowDraws(rngs), cpu, rule):
-            own, batch, draws = group
-            outcome = verify_batch(rule, p_of(group, p_BQV), batch, draws)
-            for place, (row, values) in enumerate(zip(own, outcome.packed().tolist(), strict=True)):
-                yield (
-                    rngs[row].weight,
-                    rows[row][0],
-                    outcome.result(values, None if batch.own is None else batch.own[place]),
-                )
+        outcome = verify_batch(rule, p_BQV, DraftBatch.of(drafts), RowDraws(rngs))
+        for (number, _), rng, values in zip(rows, rngs, outcome.packed().tolist(), strict=True):
+            yield rng.weight, number, outcome.result(values)
         pending += [(number, path) for (number, _), rng in zip(rows, rngs, strict=True) for path in rng.alternatives]
 
 

@@ -29,13 +29,14 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from draftsmith.decode.cache.committed import Contexts, contexts_of
-from draftsmith.decode.draft_builder import DraftBuilder
-from draftsmith.decode.drafting import propose
+from draftsmith.decode.drafts.builder import DraftBuilder
+from draftsmith.decode.drafts.growing import propose
 from draftsmith.decode.policies import Policy
+from draftsmith.decode.rules import RULES, Rule
+from draftsmith.decode.rules.any_draft import verify_greedy
+from draftsmith.decode.rules.outcome import VerifyResult
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence, Stops
-from draftsmith.decode.verification import RULES, Rule
-from draftsmith.decode.verification_rules import VerifyResult, verify_greedy
 from draftsmith.heads.draft_tree import ROOT, Draft
 
 PROMPT = (0, 3, 0, 3)

@@ -11,9 +11,9 @@ from exact.toys import ToyDrafter, ToyModel, ToyTarget
 
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies import BestFirst, Chain, ConfidenceChain, Policy, SampledTree
+from draftsmith.decode.rules import RULES
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence, Stops
-from draftsmith.decode.verification import RULES
 from draftsmith.eval.forecast.expected_rounds import NotPredicted, accepted
 from draftsmith.eval.teacher_forced import PositionStats, Rows, TargetText, acceptance_measure
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies import BestFirst, Chain, Policy, SampledTree
+from draftsmith.decode.rules import RULES
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence
-from draftsmith.decode.verification import RULES
 
 COLD = (1e-7, 1e-30)
 PROMPT = (0, 3)

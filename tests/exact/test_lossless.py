@@ -50,10 +50,10 @@ from draftsmith.decode.policies import (
     Policy,
     SampledTree,
 )
+from draftsmith.decode.rules import RULES
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence, Stops
 from draftsmith.decode.target import TransformersTarget
-from draftsmith.decode.verification import RULES
 from draftsmith.errors import DraftsmithError
 from draftsmith.heads import HEADS, DraftModel
 from draftsmith.heads.base import Drafter

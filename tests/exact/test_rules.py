@@ -11,6 +11,7 @@ from exact.one_round import EXACT, GAMMA, PLAIN, Round, Setting, gaps, the_rule
 from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from draftsmith.decode.costs import Costs
+from draftsmith.decode.drafts.batch import NO_DRAFT
 from draftsmith.decode.policies import (
     AdaptiveChain,
     BestFirst,
@@ -20,9 +21,8 @@ from draftsmith.decode.policies import (
     Policy,
     SampledTree,
 )
-from draftsmith.decode.proposal import NO_DRAFT
+from draftsmith.decode.rules import RULES
 from draftsmith.decode.sampling import Sampling
-from draftsmith.decode.verification import RULES
 
 PAIRS = 20
 

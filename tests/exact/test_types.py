@@ -6,9 +6,10 @@ import pytest
 import torch
 from exact.enumeration import BranchingRng, RowDraws, drawn_draft, verify
 
-from draftsmith.decode.verification import RULES, best_rule
+from draftsmith.decode.drafts.drawing import Drawing, Wanted, draw_together
+from draftsmith.decode.rules import RULES, best_rule
 from draftsmith.errors import ConfigError
-from draftsmith.heads.draft_tree import ROOT, Draft, Drawing, draw_together
+from draftsmith.heads.draft_tree import ROOT, Draft
 
 Q_V = torch.tensor([0.1, 0.2, 0.3, 0.3, 0.1], dtype=torch.float64)
 RATIO_RULES = ("token", "block", "traversal")
@@ -85,5 +86,5 @@ def test_every_draw_of_a_level_has_a_number_of_its_own() -> None:
     drawing, draws = Drawing(), RowDraws([BranchingRng()])
     for parents, counts in (([ROOT], [2]), ([0, 1], [2, 2])):
         q_nV = Q_V.expand(len(parents), -1)
-        draw_together([drawing], [parents], [counts], q_nV, [0], draws.drafted, may_empty=False, chances=False)
+        draw_together([Wanted(drawing, parents, counts, 0)], q_nV, draws.drafted, may_empty=False, chances=False)
     assert drawing.draft().parents == (ROOT, ROOT, 0, 0, 1, 1)

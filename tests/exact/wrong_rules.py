@@ -10,10 +10,11 @@ import torch
 from exact.enumeration import Rng, RowDraws, Verify, verify
 from torch import Tensor
 
+from draftsmith.decode.drafts.batch import DraftBatch
 from draftsmith.decode.draws import Draws
-from draftsmith.decode.verification import RULES, VerifyBatch
-from draftsmith.decode.verification_rules import Decided, VerifyResult
-from draftsmith.heads.draft_tree import ROOT, Draft, DraftBatch
+from draftsmith.decode.rules import RULES, VerifyBatch
+from draftsmith.decode.rules.outcome import Decided, VerifyResult
+from draftsmith.heads.draft_tree import ROOT, Draft
 
 FIFTH = 0.2
 """Any threshold on p is wrong; at this one both outcomes are common."""
@@ -80,10 +81,9 @@ def of_text(batch: DraftBatch, row: int) -> tuple[Draft, list[int]]:
     nodes = [node for node in range(len(batch)) if batch.valid_BN is None or bool(batch.valid_BN[row, node])]
     place = {ROOT: ROOT} | {node: number for number, node in enumerate(nodes)}
     tokens = tuple(int(batch.tokens_BN[row, node]) for node in nodes)
-    parents = tuple(place[batch.parents_of(row)[node]] for node in nodes)
-    if not batch.drawn:
-        return Draft(tokens, parents), nodes
-    return forged(tokens, parents, [batch.q[node][row] for node in nodes]), nodes
+    shape, q = batch.row(row)
+    parents = tuple(place[shape[node]] for node in nodes)
+    return (Draft(tokens, parents) if q is None else forged(tokens, parents, [q[node] for node in nodes])), nodes
 
 
 def forged(tokens: Sequence[int], parents: Sequence[int], q: Sequence[Tensor]) -> Draft:

@@ -28,7 +28,7 @@ from draftsmith import SpeculativeDecoder
 from draftsmith.cli import app
 from draftsmith.config import Section
 from draftsmith.decode.policies import Chain
-from draftsmith.decode.verification import Rule
+from draftsmith.decode.rules import Rule
 from draftsmith.distill.load_target import load_target
 from draftsmith.distill.losses import LOSSES, LossInputs, overlap
 from draftsmith.distill.objective import Objective

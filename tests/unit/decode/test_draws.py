@@ -15,15 +15,15 @@ from transformers import (
 )
 
 from draftsmith.decode.cache.committed import CommittedTokens
-from draftsmith.decode.draft_builder import DraftBuilder
-from draftsmith.decode.drafting import Chains, propose
+from draftsmith.decode.drafts.builder import DraftBuilder
+from draftsmith.decode.drafts.growing import Chains, propose
 from draftsmith.decode.draws import seeded_draws
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies import Chain, policy_named
+from draftsmith.decode.rules import RULES
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.target import TransformersTarget
-from draftsmith.decode.verification import RULES
 from draftsmith.heads.base import Drafter, Level
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.rows import Counts

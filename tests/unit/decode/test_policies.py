@@ -13,8 +13,8 @@ from transformers import LlamaForCausalLM
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.costs import Costs
-from draftsmith.decode.draft_builder import DraftBuilder
-from draftsmith.decode.drafting import propose
+from draftsmith.decode.drafts.builder import DraftBuilder
+from draftsmith.decode.drafts.growing import propose
 from draftsmith.decode.draws import seeded_draws
 from draftsmith.decode.policies import (
     AdaptiveChain,

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from draftsmith.decode import sampling
+from draftsmith.decode.drafts.batch import DraftBatch
 from draftsmith.decode.draws import first_uniforms, round_keys, seeded_draws, signed, uniforms
 from draftsmith.decode.sampling import index_at
-from draftsmith.heads.draft_tree import DraftBatch
 
 CPU = torch.device("cpu")
 ALL = 2**64 - 1
@@ -98,7 +98,7 @@ def test_draws_of_a_round_are_independent() -> None:
     B = 20_000
     draws, every_B = seeded_draws(range(B), [9] * B, CPU), torch.ones(B, dtype=torch.bool)
     fair_BV, half_B = torch.ones(B, 2), torch.full((B,), 0.5)
-    after_BP = draws.along(torch.ones(B, 4, 2), DraftBatch(torch.zeros(B, 3, dtype=torch.int64), (-1, 0, 1)))
+    after_BP = draws.along(torch.ones(B, 4, 2), DraftBatch(torch.zeros(B, 3, dtype=torch.int64)))
     bits = [draws.drafted(fair_BV, node) for node in range(3)]
     bits += [draws.passes(half_B, node, every_B).long() for node in range(3)]
     bits += [*after_BP.unbind(1), draws.drafted(fair_BV, torch.full((B,), 40))]

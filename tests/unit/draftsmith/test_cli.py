@@ -14,7 +14,7 @@ from draftsmith.cli import main
 from draftsmith.cli.options import measuring, named_drafters
 from draftsmith.cli.quickstart import chosen
 from draftsmith.decode.policies import CONSTRUCTORS
-from draftsmith.decode.verification import RULES as rules_of_the_decoder
+from draftsmith.decode.rules import RULES as rules_of_the_decoder
 from draftsmith.errors import ConfigError
 from draftsmith.eval.settings import PairSettings, require_valid
 from draftsmith.heads.untrusted import local_folder

@@ -12,14 +12,14 @@ from transformers import LlamaForCausalLM
 
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoder import SpeculativeDecoder
-from draftsmith.decode.draft_builder import DraftBuilder, Look, Read, probabilities
+from draftsmith.decode.drafts.builder import DraftBuilder, Look, Read, probabilities
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies import BestFirst, Chain, ConfidenceChain, Policy, SampledTree
 from draftsmith.decode.policies.base import Growing
+from draftsmith.decode.rules.outcome import VerifyResult
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.target import TransformersTarget
-from draftsmith.decode.verification_rules import VerifyResult
 from draftsmith.errors import ConfigError
 from draftsmith.eval.forecast.expected_rounds import accepted, of_rounds, replay, retrieved
 from draftsmith.eval.forecast.forecast import ForecastSettings, candidates, forecast, predict

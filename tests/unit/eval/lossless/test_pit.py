@@ -10,10 +10,10 @@ from drawn_tree import ChosenTree, DrawnTree
 from exact.one_round import Round, Setting
 
 from draftsmith.decode.policies import Chain, Policy
+from draftsmith.decode.rules import RULES
 from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.sequence import DecodeOutput
 from draftsmith.decode.sequence import Round as RoundRecord
-from draftsmith.decode.verification import RULES
 from draftsmith.eval.lossless.hypotheses import LEAST, chi_square
 from draftsmith.eval.lossless.probabilities import DEPTH, SampledTarget, partition, transform
 from draftsmith.eval.lossless.sampling import pairs

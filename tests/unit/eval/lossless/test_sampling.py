@@ -12,8 +12,8 @@ from exact import wrong_rules
 from exact.enumeration import Verify
 
 from draftsmith import SpeculativeDecoder
+from draftsmith.decode.rules import RULES, VerifyBatch, verify
 from draftsmith.decode.sampling import Sampling
-from draftsmith.decode.verification import RULES, VerifyBatch, verify_batch
 from draftsmith.eval.lossless.greedy import read
 from draftsmith.eval.lossless.hypotheses import ALL_TOKENS, Sample
 from draftsmith.eval.lossless.sampling import Plan, check_sampling, sample
@@ -52,7 +52,7 @@ TREE = "sampled-tree:width=3,depth=2"
 )
 def test_right_rules_pass(rule: str | None, policy: str) -> None:
     """Each fails here with probability 0.1 %, if the seed were not fixed."""
-    result = drawn(None if rule is None else partial(verify_batch, RULES[rule]), policy=policy)
+    result = drawn(None if rule is None else partial(verify, RULES[rule]), policy=policy)
     assert result.drafted > 200
     assert not result.rejects(LEVEL)
     assert max(test.adjusted for test in result.tests) == 1.0

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.cache.committed import CommittedTokens, Contexts
+from draftsmith.decode.drafts.drawing import Drawing
 from draftsmith.decode.sampling import Processors
-from draftsmith.heads.draft_tree import ROOT, Draft, Drawing
+from draftsmith.heads.draft_tree import ROOT, Draft
 
 if TYPE_CHECKING:
     from draftsmith.decode.sequence import DecodeSequence

@@ -13,21 +13,14 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.cache.committed import CommittedTokens, Contexts
-from draftsmith.decode.draft_builder import Children, DraftBuilder, DrawChildren, Look, Read, fitted, probabilities
+from draftsmith.decode.drafts.batch import NO_DRAFT, DraftBatch
+from draftsmith.decode.drafts.builder import Children, DraftBuilder, DrawChildren, Look, Read, fitted, probabilities
+from draftsmith.decode.drafts.drawing import ChainDrawing, Wanted, draw_together, drawn_at_once
 from draftsmith.decode.draws import Draws
 from draftsmith.decode.policies.base import Growing, Policy
-from draftsmith.decode.proposal import NO_DRAFT
 from draftsmith.decode.sampling import Processors, precise
 from draftsmith.heads.base import Drafter, Level
-from draftsmith.heads.draft_tree import (
-    ROOT,
-    ChainDrawing,
-    Draft,
-    DraftBatch,
-    chain_parents,
-    draw_together,
-    drawn_at_once,
-)
+from draftsmith.heads.draft_tree import ROOT, Draft
 from draftsmith.heads.rows import Counts, upload
 
 # Shapes: B texts, n nodes of one text, m nodes of all texts, V vocabulary of the target.
@@ -69,7 +62,7 @@ class Chains:
     def _at_once(self, scores_BDV: Tensor) -> DraftBatch:
         """Return chains of a drafter whose logits do not depend on their tokens."""
         if self.draws is None:
-            return DraftBatch(scores_BDV.argmax(-1), chain_parents(scores_BDV.shape[1]))
+            return DraftBatch(scores_BDV.argmax(-1))
         return drawn_at_once((scores_BDV / self.processors.sampling.temperature).softmax(-1), self.draws.chain)
 
     def _valid(self, rooms: Counts, valid: Sequence[Tensor | None], scores_BV: Tensor) -> Tensor | None:
@@ -209,11 +202,8 @@ def _drawn(
     rows = list(drawing)
     starts = dict(zip(reads, accumulate([len(read.nodes) for read in reads.values()], initial=0), strict=False))
     drawn = draw_together(
-        [builders[row].drawing() for row in rows],
-        [reads[row].nodes for row in rows],
-        [drawing[row].counts for row in rows],
+        [Wanted(builders[row].drawing(), reads[row].nodes, drawing[row].counts, starts[row]) for row in rows],
         q_mV,
-        [starts[row] for row in rows],
         draws.of(rows).drafted,
         may_empty=builders[rows[0]].may_empty,
         chances=any(drawing[row].chances for row in rows),

@@ -1,0 +1,169 @@
+"""The drafts of all texts of a round, with their tokens on the device."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from draftsmith.decode.cache.committed import CommittedTokens, Contexts
+from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, Parents, chain_parents, depths_of
+from draftsmith.heads.rows import constant, upload
+
+# Shapes: B texts, N draft nodes, P = N + 1 places, D levels, n nodes of each text, V vocabulary.
+
+NO_DRAFT = Draft()
+
+
+class DraftBatch:
+    """Drafts of B texts, of any shape in each row: chains and trees, drawn from q and chosen ones, and none.
+
+    Place 0 is the last committed token of a text, place i + 1 its node i.
+
+    Args:
+        tokens_BN: padded where a text has fewer nodes.
+        valid_BN: bool, False where a text has no such node; no node of it is below one. None: all texts have all nodes.
+        drafts: the draft of each text; None for chains whose tokens only the device knows, until `read`.
+        tree_B2N: the place of each node's parent, and its depth; 0 where a text has no such node. None for chains.
+    """
+
+    _q_BNV: Tensor | None = None
+
+    def __init__(
+        self,
+        tokens_BN: Tensor,
+        valid_BN: Tensor | None = None,
+        drafts: list[Draft] | None = None,
+        tree_B2N: Tensor | None = None,
+    ) -> None:
+        self.tokens_BN, self.valid_BN, self.drafts, self._tree_B2N = tokens_BN, valid_BN, drafts, tree_B2N
+        self.is_chain = drafts is None or all(draft.is_chain for draft in drafts)
+        """Every token of every text is the child of the one before it."""
+
+    @staticmethod
+    def empty(count: int, device: torch.device) -> "DraftBatch":
+        """Return drafts without tokens for this number of texts."""
+        return DraftBatch(torch.empty(count, 0, dtype=torch.int64, device=device), drafts=[NO_DRAFT] * count)
+
+    @staticmethod
+    def of(drafts: Sequence[Draft], device: torch.device | None = None) -> "DraftBatch":
+        """Return drafts that the host built, in one upload."""
+        most, device = max(map(len, drafts)), device or torch.device("cpu")
+        if most == 0:
+            return DraftBatch.empty(len(drafts), device)
+        rows = []
+        for draft in drafts:
+            missing = most - len(draft)
+            # Where a drawn draft has no node, its first token stands, so that p/q is a number everywhere.
+            rows.append([*draft.tokens, *[draft.tokens[0] if draft.tokens else 0] * missing])
+            rows.append([parent + 1 for parent in draft.parents] + [0] * missing)
+            rows.append([*draft.depths, *[0] * missing])
+        values_B3N = upload(rows, device).unflatten(0, (-1, 3))
+        valid_BN = None if min(map(len, drafts)) == most else values_B3N[:, 2] > 0
+        return DraftBatch(values_B3N[:, 0], valid_BN, list(drafts), values_B3N[:, 1:])
+
+    @property
+    def drawn(self) -> bool:
+        """Whether the tokens of all texts were drawn from q."""
+        return self._q_BNV is not None or (self.drafts is not None and all(draft.drawn for draft in self.drafts))
+
+    @property
+    def q_BNV(self) -> Tensor:
+        """The distribution after each node's parent, with all logits processors applied: [B, N, V].
+
+        Siblings have the same, and each was drawn without the earlier ones.
+        """
+        if self._q_BNV is None:
+            assert self.drawn, "the tokens were chosen"
+            rows = [[*draft.q, *[draft.q[0]] * (len(self) - len(draft))] for draft in self.drafts or ()]
+            self._q_BNV = torch.stack([torch.stack(row) for row in rows])
+        return self._q_BNV
+
+    @property
+    def shapes(self) -> list[Parents]:
+        """The parents of each text's nodes, or one entry for all texts."""
+        if self.is_chain or self.drafts is None:
+            return [chain_parents(len(self))]
+        shapes = [draft.parents for draft in self.drafts]
+        return shapes[:1] if len(set(shapes)) == 1 else shapes
+
+    @cached_property
+    def depth(self) -> int:
+        """Number of tokens on the longest path."""
+        return max(max(depths_of(shape), default=0) for shape in self.shapes)
+
+    def row(self, row: int) -> tuple[Parents, Sequence[Tensor] | None]:
+        """Return the shape of one text's draft, and the q [V] of each node or None; see `valid_BN`."""
+        shape = chain_parents(len(self)) if self.drafts is None else self.drafts[row].parents
+        if self._q_BNV is not None:
+            return shape, self._q_BNV[row]
+        return shape, self.drafts[row].q if self.drafts and self.drafts[row].drawn else None
+
+    def places(self) -> Tensor:
+        """Return the place [1, N] or [B, N] of each node's parent."""
+        if self.is_chain or self._tree_B2N is None:
+            return constant((tuple(range(len(self))),), self.tokens_BN.device)
+        return self._tree_B2N[:, 0]
+
+    def depths(self) -> Tensor:
+        """Return the depth [1, P] or [B, P] of each place."""
+        if self.is_chain or self._tree_B2N is None:
+            return constant((tuple(range(len(self) + 1)),), self.tokens_BN.device)
+        return pad(self._tree_B2N[:, 1], (1, 0))
+
+    def paths(self, nodes_Bn: Tensor) -> Tensor:
+        """Return the nodes [B, n, D] on the paths to these nodes or `ROOT`, then -1."""
+        D, steps_D = self.depth, torch.arange(self.depth, device=nodes_Bn.device)
+        if self.is_chain:
+            return torch.where(steps_D <= nodes_Bn[..., None], steps_D, -1)
+        # One column more takes what is written after the root is reached.
+        path_BnD = torch.full((*nodes_Bn.shape, D + 1), -1, device=nodes_Bn.device)
+        above_BP = pad(self.places() - 1, (1, 0), value=ROOT).expand(len(nodes_Bn), -1)
+        depth_BP = self.depths().expand_as(above_BP)
+        for _ in range(D):
+            path_BnD.scatter_(2, (depth_BP.gather(1, nodes_Bn + 1)[..., None] - 1) % (D + 1), nodes_Bn[..., None])
+            nodes_Bn = above_BP.gather(1, nodes_Bn + 1)
+        return path_BnD[..., :D]
+
+    def contexts(self, committed: CommittedTokens, numbers: Sequence[int]) -> Contexts:
+        """Return the tokens before each place of each text; `numbers`: the index of each text in the whole batch."""
+        (B, N), places = self.tokens_BN.shape, range(len(self) + 1)
+        rows = [row for row in range(B) for _ in places]
+        texts = [numbers[row] for row in rows]
+        if N == 0:
+            return committed.with_paths(rows, None, [0] * len(rows), texts)
+        if self.is_chain or self.drafts is None:
+            return committed.with_paths(rows, self.tokens_BN.repeat_interleave(N + 1, 0), [*places] * B, texts)
+        nodes_BP = torch.arange(-1, N, device=self.tokens_BN.device).expand(B, -1)
+        path_BPD = self.paths(nodes_BP).clamp_min(0)
+        tokens_BPD = self.tokens_BN[:, None].expand(-1, N + 1, -1).gather(2, path_BPD)
+        depths = [depth for draft in self.drafts for depth in (0, *draft.depths, *[0] * (N - len(draft)))]
+        return committed.with_paths(rows, tokens_BPD.flatten(0, 1), depths, texts)
+
+    def part(self, rows: list[int]) -> "DraftBatch":
+        """Return the drafts of these texts, without places that none of them has."""
+        if self.drafts is None or len(rows) == len(self.drafts):
+            return self
+        drafts, index_b = [self.drafts[row] for row in rows], constant(tuple(rows), self.tokens_BN.device)
+        most, valid_bN = max(map(len, drafts)), None
+        if self.valid_BN is not None and min(map(len, drafts)) < most:
+            valid_bN = self.valid_BN[index_b, :most]
+        tree_b2N = None if self._tree_B2N is None else self._tree_B2N[index_b, :, :most]
+        return DraftBatch(self.tokens_BN[index_b, :most], valid_bN, drafts, tree_b2N)
+
+    def packed(self) -> list[Tensor]:
+        """Return the tensors [B, N] that `read` needs: none where the drafts are known."""
+        if self.drafts is not None:
+            return []
+        return [self.tokens_BN if self.valid_BN is None else self.tokens_BN.masked_fill(~self.valid_BN, NO_NODE)]
+
+    def read(self, values: Sequence[Sequence[float]]) -> list[Draft]:
+        """Return the drafts, from the packed values; -1 is the token of a node that a text does not have."""
+        if self.drafts is None:
+            parents = chain_parents(len(self))
+            self.drafts = [Draft(tuple(map(int, row)), parents) for row in values]
+        return self.drafts
+
+    def __len__(self) -> int:
+        return self.tokens_BN.shape[1]
