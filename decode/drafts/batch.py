@@ -97,7 +97,7 @@ class DraftBatch:
         """Return the shape of one text's draft, and the q [V] of each node or None; see `valid_BN`."""
         shape = chain_parents(len(self)) if self.drafts is None else self.drafts[row].parents
         if self._q_BNV is not None:
-            return shape, self._q_BNV[row]
+            return shape, self._q_BNV[row].unbind()
         return shape, self.drafts[row].q if self.drafts and self.drafts[row].drawn else None
 
     def places(self) -> Tensor:
