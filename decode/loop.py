@@ -15,7 +15,7 @@ from draftsmith.decode.cache.committed import CommittedTokens, Contexts, Feature
 from draftsmith.decode.costs import PartClock
 from draftsmith.decode.drafts.batch import DraftBatch
 from draftsmith.decode.drafts.builder import DraftBuilder
-from draftsmith.decode.drafts.growing import Chains, propose
+from draftsmith.decode.drafts.proposer import Proposer
 from draftsmith.decode.draws import NOT_DRAWN, Draws, MakeDraws, seeded_draws, signed
 from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.runner import ModelRunner
@@ -30,15 +30,37 @@ from draftsmith.heads.base import Drafter, Needs
 from draftsmith.heads.draft_tree import ROOT, Draft
 from draftsmith.heads.rows import Counts, Rows, rows_of
 
-
-def _retrieved(drafter: Drafter, rooms: Sequence[int]) -> list[Draft | None]:
-    """Return the retrieved draft of each text, None where the drafter retrieves none."""
-    if type(drafter).retrieve is Drafter.retrieve:
-        return [None for _ in rooms]
-    return [drafter.retrieve(row, room) if room > 0 else None for row, room in enumerate(rooms)]
-
-
 # Shapes: B texts, N draft nodes, H hidden size, V vocabulary.
+
+
+class _Numbers:
+    """What rounds need of the texts on the device, [B] each.
+
+    `limit`: length of the longest text that the drafter can read.
+    """
+
+    def __init__(self, texts: Sequence[DecodeSequence], limit: int | None, device: torch.device) -> None:
+        self._limit, self._device = limit, device
+        self.seeds = Counts([signed(text.seed) for text in texts], device)
+        self.lengths = Counts([len(text.tokens) for text in texts], device)
+        """Number of tokens."""
+        self.roots = self.rooms = Rows([], device)
+        """The last token, and the maximum depth of the draft after it."""
+
+    def advance(
+        self, texts: Sequence[DecodeSequence], new: list[list[int]], *lists: Sequence[Sequence[int]]
+    ) -> list[Rows]:
+        """Return the new tokens and other lists on the device: all that rounds upload of their outcome, at once."""
+        rooms = [text.room if self._limit is None else min(text.room, self._limit - len(text.tokens)) for text in texts]
+        roots = [text.tokens[-1:] for text in texts]
+        *rows, self.roots, self.rooms = Rows.together(self._device, new, *lists, roots, [[room] for room in rooms])
+        self.lengths = self.lengths + rows[0].counts
+        return rows
+
+    def keep(self, rows: list[int]) -> None:
+        """Keep only these texts, in this order."""
+        self.roots, self.rooms = self.roots.keep(rows), self.rooms.keep(rows)
+        self.seeds, self.lengths = self.seeds.keep(rows), self.lengths.keep(rows)
 
 
 class DecodeLoop:
@@ -64,21 +86,14 @@ class DecodeLoop:
         self._runners: list[ModelRunner] = []
         self._target, self._drafter = target, drafter
         self._processors, self._rule, self._widths = processors, rule, widths
-        self._shared: tuple[int, int] | None = None
         self._committed: CommittedTokens | None = None
         """The committed tokens, with padding, where a processor reads them."""
         self.hidden: Tensor | None = None
         self._features = FeatureQueue()
         self.draws_of: MakeDraws = seeded_draws
         """The source of all random draws, which the exact tests replace."""
-        self._device = torch.device("cpu")
-        self._roots = self._rooms = Rows([], self._device)
-        """The last committed token of each text, and the maximum depth of its draft."""
-        self._seeds = self._lengths = Counts([], self._device)
-        """The seed of each text, and its number of tokens."""
-        self._clock = PartClock(self._device, ("draft",))
-        self._chain = policy.draft_length if isinstance(policy, Chain) else None
-        """The length of all drafts; None where it depends on q."""
+        self._proposer: Proposer | None = None
+        self._length = policy.draft_length if isinstance(policy, Chain) else None
         for text in self.texts:
             text.shared_with = self.texts[0].number
             text.policy = None if policy is None else policy.fresh()
@@ -98,7 +113,7 @@ class DecodeLoop:
 
     @property
     def last_tokens_B1(self) -> Tensor:
-        return self._roots.values_BW
+        return self._numbers.roots.values_BW
 
     def take_features(self, counts: Sequence[int]) -> Tensor:
         return self._features.take(counts)
@@ -112,28 +127,25 @@ class DecodeLoop:
     def prefill(self) -> list[tuple[DecodeSequence, list[int]]]:
         """Read the prompts and commit the first token of each; return every text with its new tokens."""
         layers = () if self._drafter is None else self._drafter.needs.layers
-        logits_BV = self._target.prefill(self.texts, layers)
+        logits_BV, drafter = self._target.prefill(self.texts, layers), self._drafter
         self._device = logits_BV.device
         self._clock = PartClock(self._device, ("draft",))
         if self._processors.read_text:
             self._committed = CommittedTokens([text.padding + text.tokens for text in self.texts], self._device)
-        if self._drafter is not None and self._drafter.vocab_size not in (None, logits_BV.shape[1]):
-            assert self._drafter.shared_vocabulary is not None, "`SpeculativeDecoder` refuses other vocabularies"
-            self._shared = (self._drafter.shared_vocabulary, logits_BV.shape[1])
+        if drafter is not None:
+            self._proposer = Proposer(drafter, self._processors, self._length, _shared(drafter, logits_BV.shape[1]))
         texts, batch = self.texts, DraftBatch.empty(len(self.texts), self._device)
-        self._seeds = Counts([signed(text.seed) for text in texts], self._device)
-        self._lengths = Counts([len(text.tokens) for text in texts], self._device)
+        self._numbers = _Numbers(texts, None if drafter is None else drafter.context_limit, self._device)
         results = self._decided(logits_BV[:, None], batch, self._draws())
-        if self._drafter is not None:
+        if drafter is not None:
             self._hand_over(None)
         new = self._commit(batch.read([]), results, logits_BV[:, None])
-        tokens, self._roots, self._rooms = Rows.together(self._device, new, *self._next())
-        self._lengths = self._lengths + tokens.counts
+        (tokens,) = self._numbers.advance(texts, new)
         if self._committed is not None:
             self._committed.append(tokens)
         self._finish(started=False)
-        if self._drafter is not None and self.texts:
-            self._drafter.start(self)
+        if drafter is not None and self.texts:
+            drafter.start(self)
         return list(zip(texts, new, strict=True))
 
     def round(self) -> list[tuple[DecodeSequence, list[int], Round]]:
@@ -142,9 +154,11 @@ class DecodeLoop:
         clock = self._clock
         clock.start()
         draws = self._draws()
-        batch, builders = self._propose(draws)
+        batch, builders = DraftBatch.empty(len(self.texts), self._device), []
+        if self._proposer is not None:
+            batch, builders = self._proposer.propose(self.texts, self._numbers.rooms.last(), draws, self._committed)
         clock.end("draft")
-        tokens_BQ = torch.cat([self._roots.values_BW, batch.tokens_BN], 1)
+        tokens_BQ = torch.cat([self._numbers.roots.values_BW, batch.tokens_BN], 1)
         logits_BQV = self._target.verify(tokens_BQ, batch.shapes)
         results = self._decided(logits_BQV, batch, draws)
         verified = time.perf_counter()  # the device has nothing left to do: the outcome was read
@@ -154,10 +168,7 @@ class DecodeLoop:
         results = [result.first(len(tokens)) for result, tokens in zip(results, new, strict=True)]
         slots = self._observe(drafts, builders, results)
         paths = [list(result.path) for result in results]
-        # Everything that the device needs to know of the round and for the next one, in one upload.
-        together = Rows.together(self._device, paths, new, slots, *self._next())
-        accepted, tokens, read, self._roots, self._rooms = together
-        self._lengths = self._lengths + tokens.counts
+        tokens, accepted, read = self._numbers.advance(self.texts, new, paths, slots)
         self._take_over(accepted, tokens)
         if self._drafter is not None:
             self._drafter.rollback(read)
@@ -174,36 +185,11 @@ class DecodeLoop:
         self._finish()
         return out
 
-    def _propose(self, draws: Draws | None) -> tuple[DraftBatch, list[DraftBuilder]]:
-        """Return drafts for all texts, and the builders of those that the host built."""
-        texts, drafter = self.texts, self._drafter
-        if drafter is None:
-            return DraftBatch.empty(len(texts), self._device), []
-        rooms = self._rooms.last()
-        retrieved = _retrieved(drafter, rooms)
-        if (most := drafter.max_draft_length) is not None:  # a limit of its logits, not of retrieval
-            rooms = rooms.map(lambda room: room - (room - most) * (room > most))
-        if self._chain is not None and all(draft is None for draft in retrieved) and max(rooms) > 0:
-            numbers = [text.number for text in texts]
-            chains = Chains(self._processors, draws, self._committed, numbers, self._shared)
-            return chains.build(drafter, self._chain, rooms), []
-        builders = []
-        for text, room in zip(texts, rooms, strict=True):
-            builders.append(DraftBuilder(text, room, self._processors, self._shared))
-        policies = [text.policy for text in texts]
-        drafts = propose(drafter, policies, builders, retrieved, draws, self._committed)
-        return DraftBatch.of(drafts, self._device), builders
-
-    def _next(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Return for the next round the last token of each text, and the maximum depth of its draft."""
-        limit = None if self._drafter is None else self._drafter.context_limit
-        return [[text.tokens[-1]] for text in self.texts], [[_room(text, limit)] for text in self.texts]
-
     def _draws(self) -> Draws | None:
         """Return the random draws of the next round; greedy decoding has none."""
         if self._processors.greedy:
             return None
-        return self.draws_of(self._seeds, self._lengths, self._device)
+        return self.draws_of(self._numbers.seeds, self._numbers.lengths, self._device)
 
     def _decided(self, logits_BQV: Tensor, batch: DraftBatch, draws: Draws | None) -> list[VerifyResult]:
         """Apply the verification rule to all texts, and read the outcome and the drafts in one transfer."""
@@ -310,8 +296,7 @@ class DecodeLoop:
         if self._committed is not None:
             self._committed.keep(running)
         self._features.keep(running)
-        self._roots, self._rooms = self._roots.keep(running), self._rooms.keep(running)
-        self._seeds, self._lengths = self._seeds.keep(running), self._lengths.keep(running)
+        self._numbers.keep(running)
         if self.hidden is not None:
             self.hidden = rows_of(self.hidden, running)
         if started and self._drafter is not None:
@@ -324,6 +309,9 @@ def _moved_up(rows: list[int]) -> list[int]:
     return [row if row in kept else last.pop() for row in range(len(rows))]
 
 
-def _room(text: DecodeSequence, context_limit: int | None) -> int:
-    """Return the maximum draft depth that the text's length and the drafter's context allow."""
-    return text.room if context_limit is None else min(text.room, context_limit - len(text.tokens))
+def _shared(drafter: Drafter, vocabulary: int) -> tuple[int, int] | None:
+    """Return (shared tokens, size of the target's vocabulary) where the drafter's has another size."""
+    if drafter.vocab_size in (None, vocabulary):
+        return None
+    assert drafter.shared_vocabulary is not None, "`SpeculativeDecoder` refuses other vocabularies"
+    return drafter.shared_vocabulary, vocabulary

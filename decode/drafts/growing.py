@@ -1,95 +1,26 @@
-"""The drafts of a round: chains of one length, built on the device, and drafts that policies grow from q in lockstep.
+"""Drafts that policies grow from q in lockstep.
 
-The length of a chain is known whatever q is, so the host needs no token of it before it is verified. In drafts that
-grow, each pass of the drafter covers all texts whose drafts are unfinished. What the policies decide by is read once
-for all texts, and so are the tokens that they draw.
+Each pass of the drafter covers all texts whose drafts are unfinished. What the policies decide by is read once for all
+texts, and so are the tokens that they draw.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from draftsmith.decode.cache.committed import CommittedTokens, Contexts
-from draftsmith.decode.drafts.batch import NO_DRAFT, DraftBatch
-from draftsmith.decode.drafts.builder import Children, DraftBuilder, DrawChildren, Look, Read, fitted, probabilities
-from draftsmith.decode.drafts.drawing import ChainDrawing, Wanted, draw_together, drawn_at_once
+from draftsmith.decode.cache.committed import CommittedTokens
+from draftsmith.decode.drafts.batch import NO_DRAFT
+from draftsmith.decode.drafts.builder import Children, DraftBuilder, DrawChildren, Look, Read, probabilities
+from draftsmith.decode.drafts.drawing import Wanted, draw_together
 from draftsmith.decode.draws import Draws
 from draftsmith.decode.policies.base import Growing, Policy
-from draftsmith.decode.sampling import Processors, precise
 from draftsmith.heads.base import Drafter, Level
 from draftsmith.heads.draft_tree import ROOT, Draft
-from draftsmith.heads.rows import Counts, upload
+from draftsmith.heads.rows import upload
 
 # Shapes: B texts, n nodes of one text, m nodes of all texts, V vocabulary of the target.
-
-
-@dataclass(frozen=True)
-class Chains:
-    """Drafts chains of one length for all texts of a batch, on the device and without reading a value."""
-
-    processors: Processors
-    draws: Draws | None
-    """None: the likeliest tokens are chosen."""
-    committed: CommittedTokens | None
-    numbers: Sequence[int]
-    """Index of each text in the whole batch."""
-    shared: tuple[int, int] | None
-    """(shared tokens, size of the target's vocabulary), where the vocabularies are padded to different sizes."""
-
-    def build(self, drafter: Drafter, length: int, rooms: Counts) -> DraftBatch:
-        """Return chains of `length` tokens, shorter where a text has less room; the drafter reads all but the last."""
-        logits_BV = drafter.begin([row for row, room in enumerate(rooms) if room > 0])
-        if 1 < length <= min(rooms) and self.shared is None and self.processors.only_temperature:
-            logits_BDV = drafter.chain_logits(length)
-            if logits_BDV is not None:
-                return self._at_once(precise(logits_BDV))
-        drawing = ChainDrawing(None if self.draws is None else self.draws.drafted)
-        for depth in range(min(length, max(rooms))):
-            if depth > 0:
-                logits_BV = drafter.extend(Level(drawing.tokens[-1][:, None], None, depth))[:, 0]
-            scores_BV = self._scores(logits_BV, drawing.tokens)
-            valid_B = self._valid(rooms, drawing.valid, scores_BV)
-            if self.draws is None:
-                drawing.choose(scores_BV.argmax(-1), valid_B)
-            else:
-                q_BV = scores_BV.softmax(-1)
-                drawing.draw(q_BV.nan_to_num(0.0) if self.processors.may_empty else q_BV, valid_B)
-        return drawing.batch()
-
-    def _at_once(self, scores_BDV: Tensor) -> DraftBatch:
-        """Return chains of a drafter whose logits do not depend on their tokens."""
-        if self.draws is None:
-            return DraftBatch(scores_BDV.argmax(-1))
-        return drawn_at_once((scores_BDV / self.processors.sampling.temperature).softmax(-1), self.draws.chain)
-
-    def _valid(self, rooms: Counts, valid: Sequence[Tensor | None], scores_BV: Tensor) -> Tensor | None:
-        """Return the texts [B] that have a next token; None for all of them. `valid`: that of the tokens before."""
-        valid_B, depth = valid[-1] if valid else None, len(valid)
-        if min(rooms) <= depth:
-            fits_B = rooms.on_device_B > depth
-            valid_B = fits_B if valid_B is None else valid_B & fits_B
-        if self.processors.may_empty:
-            allowed_B = ~scores_BV.isneginf().all(-1)
-            valid_B = allowed_B if valid_B is None else valid_B & allowed_B
-        return valid_B
-
-    def _scores(self, logits_BV: Tensor, tokens: Sequence[Tensor]) -> Tensor:
-        """Return the processed logits over the target's vocabulary."""
-        if self.processors.none and self.shared is None:
-            return precise(logits_BV)
-
-        def contexts() -> Contexts:
-            assert self.committed is not None, "kept where a processor reads the text"
-            paths_BD, rows = torch.stack(list(tokens), 1) if tokens else None, range(len(self.numbers))
-            return self.committed.with_paths(rows, paths_BD, [len(tokens)] * len(rows), self.numbers)
-
-        return self.processors.scores(fitted(logits_BV, self.shared), contexts)
-
-
-# Drafts that policies grow from q.
 
 
 def propose(

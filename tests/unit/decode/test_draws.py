@@ -16,7 +16,8 @@ from transformers import (
 
 from draftsmith.decode.cache.committed import CommittedTokens
 from draftsmith.decode.drafts.builder import DraftBuilder
-from draftsmith.decode.drafts.growing import Chains, propose
+from draftsmith.decode.drafts.growing import propose
+from draftsmith.decode.drafts.proposer import Proposer
 from draftsmith.decode.draws import seeded_draws
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies import Chain, policy_named
@@ -88,8 +89,8 @@ def test_chains_on_the_device_are_those_that_the_policy_grows(setting: str) -> N
     drafter.start(Context(texts))
     committed = CommittedTokens(prompts, torch.device("cpu"))
     draws = seeded_draws(range(len(texts)), [len(prompt) for prompt in prompts], torch.device("cpu"))
-    chains = Chains(processors, None if processors.greedy else draws, committed, range(len(texts)), None)
-    batch = chains.build(drafter, 3, rooms)
+    drawn = None if processors.greedy else draws
+    batch = Proposer(drafter, processors, 3).chains(range(len(texts)), rooms, drawn, committed)
     builders = [DraftBuilder(text, room, processors) for text, room in zip(texts, rooms, strict=True)]
     grown = propose(drafter, [Chain(3)] * len(texts), builders, [None] * len(texts), draws)
     for row, expected in enumerate(grown):
