@@ -28,7 +28,7 @@ POLICIES: dict[str, dict[str, type]] = {
 }
 """The settings of every policy, with their types; `decode/policies` has their constructors."""
 RULES = ("token", "block", "point-mass", "traversal", "typical")
-"""Verification rules; `decode/verification.py` has their functions."""
+"""Verification rules; `decode/rules/` has their functions."""
 FLASH = re.compile(r"flash_attention_\d|kernels-community/[\w.-]*flash[\w.-]*")
 """Names of flash attention: of an installed package, or of a kernel on the Hub."""
 GGUF = ".gguf"
