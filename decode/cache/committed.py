@@ -46,13 +46,18 @@ class CommittedTokens:
         self._ids_BS, self.lengths = rows_of(self._ids_BS, rows), self.lengths.keep(rows)
 
     def with_paths(
-        self, rows: Sequence[int], paths_nD: Tensor | None, depths: Sequence[int], texts: Sequence[int]
+        self, rows: Sequence[int], paths_nD: Tensor | None, depths: Counts, texts: Sequence[int]
     ) -> "Contexts":
         """Return contexts of texts `rows`, each followed by the first `depths` tokens of its row of `paths_nD`.
 
         `texts`: for each row the index of its text in the whole batch.
         """
-        lengths = [self.lengths[row] + depth for row, depth in zip(rows, depths, strict=True)]
+
+        def on_device() -> Tensor:
+            return self._of_texts(self.lengths.on_device_B[:, None], rows)[:, 0] + depths.on_device_B
+
+        values = [self.lengths[row] + depth for row, depth in zip(rows, depths, strict=True)]
+        lengths = Counts(values, self._ids_BS.device, on_device)
         if paths_nD is not None:
             self._reserve(max(self.lengths) + paths_nD.shape[1])
         return Contexts(self, rows, paths_nD, lengths, texts)
@@ -62,7 +67,7 @@ class CommittedTokens:
         longest = max(map(len, paths))
         wide = [[*path, *[0] * (longest - len(path))] for path in paths]
         paths_nD = torch.tensor(wide, device=self._ids_BS.device) if longest else None
-        return self.with_paths(rows, paths_nD, list(map(len, paths)), texts)
+        return self.with_paths(rows, paths_nD, Counts(map(len, paths), self._ids_BS.device), texts)
 
     def tokens(self, rows: Sequence[int], paths_nD: Tensor | None, width: int) -> Tensor:
         """Return [n, width]: the tokens of texts `rows`, then those of `paths_nD`."""
@@ -98,7 +103,7 @@ class Contexts:
         committed: CommittedTokens,
         rows: Sequence[int],
         paths_nD: Tensor | None,
-        lengths: Sequence[int],
+        lengths: Counts,
         texts: Sequence[int],
     ) -> None:
         self._committed, self._rows, self._paths_nD = committed, rows, paths_nD
@@ -113,14 +118,14 @@ class Contexts:
     def repeated(self) -> torch.LongTensor:
         """Return [n, T]: the tokens before every row, followed by copies of its first token where it is shorter."""
         ids_nT = self._committed.tokens(self._rows, self._paths_nD, max(self.lengths))
-        lengths_n1 = torch.tensor([[length] for length in self.lengths], device=ids_nT.device)
-        own_nT = torch.arange(ids_nT.shape[1], device=ids_nT.device) < lengths_n1
+        own_nT = torch.arange(ids_nT.shape[1], device=ids_nT.device) < self.lengths.on_device_B[:, None]
         return cast(torch.LongTensor, torch.where(own_nT, ids_nT, ids_nT[:, :1]))
 
 
 def contexts_of(rows: Sequence[list[int]], device: torch.device, text: int = 0) -> Contexts:
     """Return contexts that are given as lists; all rows belong to one text."""
-    return CommittedTokens(rows, device).with_paths(range(len(rows)), None, [0] * len(rows), [text] * len(rows))
+    none = Counts([0] * len(rows), device)
+    return CommittedTokens(rows, device).with_paths(range(len(rows)), None, none, [text] * len(rows))
 
 
 # Features.

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from draftsmith.decode.cache.committed import CommittedTokens, Contexts
 from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft, Parents, chain_parents, depths_of
-from draftsmith.heads.rows import constant, upload
+from draftsmith.heads.rows import Counts, constant, upload
 
 # Shapes: B texts, N draft nodes, P = N + 1 places, D levels, n nodes of each text, V vocabulary.
 
@@ -128,17 +128,18 @@ class DraftBatch:
 
     def contexts(self, committed: CommittedTokens, numbers: Sequence[int]) -> Contexts:
         """Return the tokens before each place of each text; `numbers`: the index of each text in the whole batch."""
-        (B, N), places = self.tokens_BN.shape, range(len(self) + 1)
-        rows = [row for row in range(B) for _ in places]
+        (B, N), device = self.tokens_BN.shape, self.tokens_BN.device
+        rows = [row for row in range(B) for _ in range(N + 1)]
         texts = [numbers[row] for row in rows]
-        if N == 0:
-            return committed.with_paths(rows, None, [0] * len(rows), texts)
         if self.is_chain or self.drafts is None:
-            return committed.with_paths(rows, self.tokens_BN.repeat_interleave(N + 1, 0), [*places] * B, texts)
-        nodes_BP = torch.arange(-1, N, device=self.tokens_BN.device).expand(B, -1)
+            depths = Counts([*range(N + 1)] * B, device, lambda: torch.arange(N + 1, device=device).repeat(B))
+            paths_nD = self.tokens_BN.repeat_interleave(N + 1, 0) if N else None
+            return committed.with_paths(rows, paths_nD, depths, texts)
+        nodes_BP = torch.arange(-1, N, device=device).expand(B, -1)
         path_BPD = self.paths(nodes_BP).clamp_min(0)
         tokens_BPD = self.tokens_BN[:, None].expand(-1, N + 1, -1).gather(2, path_BPD)
-        depths = [depth for draft in self.drafts for depth in (0, *draft.depths, *[0] * (N - len(draft)))]
+        values = [depth for draft in self.drafts for depth in (0, *draft.depths, *[0] * (N - len(draft)))]
+        depths = Counts(values, device, self.depths().flatten)
         return committed.with_paths(rows, tokens_BPD.flatten(0, 1), depths, texts)
 
     def part(self, rows: list[int]) -> "DraftBatch":

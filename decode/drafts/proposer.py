@@ -81,7 +81,8 @@ class Proposer:
         def contexts() -> Contexts:
             assert committed is not None, "kept where a processor reads the text"
             paths_BD, rows = torch.stack(drawing.tokens, 1) if drawing.tokens else None, range(len(numbers))
-            return committed.with_paths(rows, paths_BD, [len(drawing.tokens)] * len(rows), numbers)
+            depths = Counts([len(drawing.tokens)] * len(rows), rooms.device)
+            return committed.with_paths(rows, paths_BD, depths, numbers)
 
         for depth in range(min(self.length, max(rooms))):
             if depth > 0:

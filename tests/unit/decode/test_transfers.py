@@ -16,6 +16,7 @@ from draftsmith.decode.costs import Costs
 from draftsmith.decode.policies import policy_named
 from draftsmith.heads import HEADS, DraftModel
 from draftsmith.heads.base import Drafter
+from draftsmith.heads.retrieval import SuffixRetrieval
 from draftsmith.heads.rows import constant
 
 IDS = torch.tensor([[5, 9, 33, 2]])
@@ -116,6 +117,8 @@ HEAD_OPTIONS |= {"dflash": {"block_size": 5, "markov_rank": 3, "markov_type": "r
 def drafter_for(name: str | None, target: LlamaForCausalLM) -> Drafter | None:
     if name is None:
         return None
+    if name == "retrieval":
+        return SuffixRetrieval(draft_length=6, min_match=1, factor=6.0)
     if name == "draft_model":
         drafter = DraftModel(make_llama())  # the target with noise: some of its tokens are accepted
     else:
@@ -185,6 +188,8 @@ CASES: dict[str, tuple[str | None, str | None, str | None, dict[str, Any]]] = {
     "eagle, sampled": ("eagle", CHAIN, None, SAMPLED),
     "hydra with a prefix layer, greedy": ("hydra", CHAIN, None, {}),
     "block with a recurrent bias, sampled": ("dflash", CHAIN, None, SAMPLED),
+    "retrieved, greedy": ("retrieval", None, None, {}),
+    "retrieved, sampled": ("retrieval", None, None, SAMPLED),
 }
 """By name: drafter, policy, rule, settings of `generate_batch`."""
 
@@ -192,20 +197,18 @@ CASES: dict[str, tuple[str | None, str | None, str | None, dict[str, Any]]] = {
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("name", CASES)
 def test_reads_of_a_round(name: str, batch: int) -> None:
-    """One read for chains of one length, whatever the number of texts."""
+    """One read for chains of one length and retrieved drafts, whatever the number of texts."""
     drafter, policy, rule, settings = CASES[name]
     rounds, _, reads = reads_per_round(drafter, policy, batch, rule, **settings)
     assert len(reads) == rounds, f"{len(reads) / rounds:.1f} reads a round:\n{reads}"
 
 
-OTHERS = ("penalty", "point-mass", "typical")
-"""Contexts of processors, and chosen drafts, are uploaded, too."""
 MOST_UPLOADS = 2
 """Of a round: its outcome with the numbers for the next one, and the tokens that the drafter has not read."""
 
 
 @pytest.mark.parametrize("batch", [1, 5, 8])
-@pytest.mark.parametrize("name", [name for name in CASES if not any(other in name for other in OTHERS)])
+@pytest.mark.parametrize("name", CASES)
 def test_uploads_of_a_round(name: str, batch: int) -> None:
     """As few for texts of different lengths, which leave the batch at different times, as for one."""
     drafter, policy, rule, settings = CASES[name]
