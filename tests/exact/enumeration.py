@@ -104,6 +104,8 @@ class RowDraws(Draws):
         self._made: set[tuple[int, str, int]] = set()
 
     def of(self, rows: Sequence[int]) -> "RowDraws":
+        if list(rows) == list(range(len(self.rngs))):
+            return self
         part = RowDraws([self.rngs[row] for row in rows])
         part._made = {(place, kind, node) for place, row in enumerate(rows) for r, kind, node in self._made if r == row}
         return part
@@ -196,6 +198,7 @@ def verify(rule: Rule | None, p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyRes
     draws = RowDraws([rng])
     outcome = verify_batch(rule, p_PV[None], DraftBatch.of([draft]), draws)
     result = outcome.result(outcome.packed()[0].tolist())
+    assert draws.last[0] is not None, "the rule drew the next token"
     return replace(result, next_token=draws.last[0])
 
 
