@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import (
+    FINAL,
     Context,
     DraftStates,
     Level,
@@ -151,7 +152,7 @@ Network = TypeVar("Network", bound=DraftNetwork)
 class NetworkDrafter(TrainableDrafter, Generic[Network]):
     """A drafter with a network, `body`, that reads features of the target's `layers`."""
 
-    needs: Needs = Needs(hidden=True)
+    needs: Needs = Needs(layers=(FINAL,))
     block_types: ClassVar[ModuleTypes] = (LlamaMLP,)
     regresses: ClassVar[bool] = False
     """States predict the target's final hidden state."""
@@ -160,7 +161,7 @@ class NetworkDrafter(TrainableDrafter, Generic[Network]):
     def __init__(self, body: Network, layers: tuple[int, ...]) -> None:
         super().__init__()
         self.body = body
-        self.needs = Needs(hidden=True, layers=layers)
+        self.needs = Needs(layers=layers)
         self.vocab_size, self.context_limit = body.config.vocab_size, context_limit(body.config)
 
     @property

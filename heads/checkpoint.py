@@ -26,7 +26,7 @@ from transformers import (
 
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads import HEADS
-from draftsmith.heads.base import Drafter, TeacherSignals, TrainableDrafter
+from draftsmith.heads.base import Drafter, Needs, TeacherSignals, TrainableDrafter
 from draftsmith.heads.configs import is_named, parse_named
 from draftsmith.heads.draft_model import DraftModel, EarlyExit
 from draftsmith.heads.lm_head import DraftVocabulary
@@ -180,7 +180,7 @@ def load_drafter(
     drafter.target_quality = stored.target.quality if stored else None
     drafter.shared_tensors = tuple(stored.shared_tensors) if stored else drafter.shared_tensors
     drafter = drafter.to(device=parameter.device, dtype=parameter.dtype).eval().requires_grad_(False)
-    if drafter.needs.hidden:
+    if drafter.needs != Needs():
         _require_runs(drafter, path_or_repo, target)
     return drafter
 
@@ -260,9 +260,9 @@ def _require_fit(
     """Raise ConfigError unless the checkpoint was trained for the target's shapes, tokenizer and weights."""
     if stored.type not in HEADS:
         raise ConfigError(f"drafter={name} is of type {stored.type!r}; expected one of {sorted(HEADS)}")
-    made_for, needs_hidden = stored.target, HEADS[stored.type].needs.hidden
+    made_for, reads_states = stored.target, HEADS[stored.type].needs != Needs()
     config = text_config(target)
-    for key in ("vocab_size", "hidden_size") if needs_hidden else ("vocab_size",):
+    for key in ("vocab_size", "hidden_size") if reads_states else ("vocab_size",):
         if getattr(made_for, key) != getattr(config, key):
             raise ConfigError(
                 f"drafter={name} was trained for {made_for.name} with {key}={getattr(made_for, key)}; "
@@ -272,7 +272,7 @@ def _require_fit(
     if tokenizer is not None and recorded is not None and recorded != tokenizer_fingerprint(tokenizer):
         raise ConfigError(f"drafter={name} was trained for {made_for.name} with another tokenizer; expected the same")
     fingerprints = {made_for.model_fingerprint, made_for.float16_fingerprint}
-    if needs_hidden and fingerprints.isdisjoint(model_fingerprints(target)):
+    if reads_states and fingerprints.isdisjoint(model_fingerprints(target)):
         raise ConfigError(
             f"drafter={name} reads the hidden states of {made_for.name}, and the target's weights are different; "
             "expected the target that it was trained on"

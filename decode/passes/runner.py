@@ -185,7 +185,7 @@ class ModelRunner:
         )
         output = self._keep(self.passes.read(reading))
         self._drafted = drafted.read(reading, Q)
-        if more and columns is None:
+        if more:
             output = output._replace(features_BQF=None).part(len(tokens_BQ), Q)
         self.states = self.states if output.states_BQH is None else output.states_BQH
         return output.logits_BQV
