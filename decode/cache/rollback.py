@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.rows import Counts, Rows, rows_of
+from draftsmith.heads.rows import Counts, Rows
 
 FIRST_SLOTS = 256
 """Slots that are allocated in addition to the first text; storage doubles when they are full."""
@@ -26,13 +26,6 @@ CACHES = ("cache", "past_key_values", "cache_params", "state")
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
 RECURRENT_TYPES = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
 """Layer types of transformers whose layers hold such states."""
-OWN_STATES = {
-    "minimax": "accepts no cache but its own class",
-    "recurrent_gemma": "stores recurrent states in its modules",
-    "rwkv": "stores its states in a list of its own",
-    "xlstm": "stores its states in a cache class of its own",
-}
-"""Recurrent models outside transformers' common cache of states, with the reason why they are refused."""
 
 # Shapes: B rows, Q tokens fed, S slots.
 
@@ -54,8 +47,6 @@ class WritePosition:
         """The slots written; None where they are the same for all rows."""
         self.row: int | None = None
         """The only row that is read; None for all."""
-        self.claimed: int | None = None
-        """The number of tokens that models are told, to measure whether they read it; None: `start`."""
 
 
 class RollbackLayer(CacheLayerMixin):
@@ -139,13 +130,12 @@ class RollbackLayer(CacheLayerMixin):
             storage[rows_B1, :, to_Bk] = storage[rows_B1, :, from_Bk]
 
     def keep_rows(self, rows: list[int]) -> None:
-        """Keep only these rows, in this order; rows that stay in their place are not copied."""
-        if self.is_initialized and self._fixed:
-            for storage in self._storage:
-                keep_rows_in_place(storage, rows)
-        elif self.is_initialized:
-            keys, values = self._storage
-            self.keys, self.values = kept_rows(keys, rows), kept_rows(values, rows)
+        """Keep only these rows, in this order; rows move to the front only, and the storage of the others stays."""
+        assert all(to <= row for to, row in enumerate(rows)), "a row would be overwritten before it is moved"
+        for storage in self._storage if self.is_initialized else ():
+            for to, row in enumerate(rows):
+                if to != row:
+                    storage[to] = storage[row]
 
     def clear(self) -> None:
         """Set all slots to zero."""
@@ -156,30 +146,13 @@ class RollbackLayer(CacheLayerMixin):
         return self._place.end, 0
 
     def get_seq_length(self) -> int:
-        return (self._place.start or 0) if self._place.claimed is None else self._place.claimed
+        return self._place.start or 0
 
     def get_max_length(self) -> int:
         return -1
 
     def crop(self, max_length: int) -> None:
         raise NotImplementedError("`RollbackCache.lengths` is changed instead")
-
-
-def kept_rows(storage: Tensor, rows: list[int]) -> Tensor:
-    """Return these rows of `storage`, whose memory is used again where rows only move to the front."""
-    moved = [(to, row) for to, row in enumerate(rows) if to != row]
-    if any(row < len(rows) for _, row in moved):
-        return rows_of(storage, rows)
-    for to, row in moved:
-        storage[to] = storage[row]
-    return storage[: len(rows)]
-
-
-def keep_rows_in_place(storage: Tensor, rows: list[int]) -> None:
-    """Move these rows of `storage` to its front."""
-    kept = kept_rows(storage, rows)
-    if kept.data_ptr() != storage.data_ptr():
-        storage[: len(rows)] = kept
 
 
 def _padded(x: Tensor, slots: int) -> Tensor:
@@ -266,11 +239,6 @@ class RollbackCache(Cache):
 
 def refuse_other_layers(config: PreTrainedConfig) -> None:
     """Raise ConfigError for a model with layers whose states are not rolled back."""
-    if config.model_type in OWN_STATES:
-        raise ConfigError(
-            f"model_type={config.model_type!r} {OWN_STATES[config.model_type]}, so rejected draft tokens cannot be "
-            "discarded; expected another model"
-        )
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     others = layer_types - ATTENTION_TYPES - {"moe", "mlp"} - RECURRENT_TYPES
     if others:

@@ -56,38 +56,6 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Drafted:
-    """The draft tokens that the cache holds after the committed ones, in the same slots for every row."""
-
-    slots: int = 0
-    depths: tuple[Tensor | None, ...] = ()
-    """Number of draft tokens on the path to each token of a pass, [Q] or [B, Q]; None where they follow one another."""
-    widths: tuple[int, ...] = ()
-    """Number of tokens of each pass."""
-
-    def read(self, reading: "Reading", count: int) -> "Drafted":
-        """Return these draft tokens and the first `count` of a pass."""
-        depths = None if reading.depths is None else reading.depths[..., :count]
-        return Drafted(self.slots + count, (*self.depths, depths), (*self.widths, count))
-
-    def positions(self, end: int, starts: Counts, positions_BQ: Tensor) -> Tensor:
-        """Return the position in its text of the token in each slot up to `end`, [B, S].
-
-        `starts`: the slots from which on the tokens at `positions_BQ` are being read.
-        """
-        (B, Q), device = positions_BQ.shape, positions_BQ.device
-        slots_BS = torch.arange(end + Q, device=device).repeat(B, 1)  # padding may end after the last slot
-        start_B1 = starts.on_device_B[:, None]
-        slot_B1, length_B1 = start_B1 - self.slots, start_B1 - self.slots
-        for count, depths in zip(self.widths, self.depths, strict=True):
-            if depths is not None:
-                place_BQ = slot_B1 + torch.arange(count, device=device)
-                slots_BS.scatter_(1, place_BQ, (length_B1 - 1 + depths).expand(B, -1))
-            slot_B1 = slot_B1 + count
-        return slots_BS.scatter_(1, start_B1 + torch.arange(Q, device=device), positions_BQ)[:, :end]
-
-
-@dataclass(frozen=True)
 class Reading:
     """The tokens of one pass, with padding on the right."""
 
@@ -96,10 +64,11 @@ class Reading:
     """The slot of the first token of each row."""
     counts: Counts | None = None
     """Number of tokens of each row, which are committed; None: draft tokens."""
-    drafted: Drafted = Drafted()
-    """The draft tokens before them."""
-    depths: Tensor | None = None
-    """Number of draft tokens on the path to each, [Q] or [B, Q]; None where they follow one another."""
+    drafted: int = 0
+    """Number of draft tokens before them, in the same slots for every row."""
+    depths_R: Tensor | None = None
+    """Number of draft tokens on the path to each in the draft slots up to the last one read, [R] or [B, R]; None where
+    they follow one another."""
     visible_BQR: Tensor | None = None
     """The draft slots that each token sees, R - Q earlier ones and its own Q; None: all up to itself."""
     features_BQF: Tensor | None = None
@@ -113,7 +82,28 @@ class Reading:
     @property
     def lengths(self) -> Counts:
         """Number of committed tokens before these."""
-        return self.starts + -self.drafted.slots if self.drafted.slots else self.starts
+        return self.starts + -self.drafted if self.drafted else self.starts
+
+    def positions(self, last: int) -> Tensor:
+        """Return the positions [B, Q] of the tokens; padding has none beyond `last`, the last one of the context."""
+        starts, width, device = self.starts, self.width, self.starts.device
+        if self.depths_R is not None:
+            positions_BQ = self.lengths.on_device_B[:, None] - 1 + self.depths_R[..., -width:]
+        elif starts.equal:
+            positions_BQ = torch.arange(starts[0], starts[0] + width, device=device).expand(len(starts), -1)
+        else:
+            positions_BQ = starts.on_device_B[:, None] + torch.arange(width, device=device)
+        return positions_BQ.clamp(max=last) if max(starts) + width - 1 > last else positions_BQ
+
+    def slot_positions(self, end: int) -> Tensor:
+        """Return the position in its text of the token in each slot up to `end`, [B, S]."""
+        device, rows = self.starts.device, len(self.starts)
+        slots_BS = torch.arange(end + self.width, device=device).repeat(rows, 1)  # padding may end after the last slot
+        if self.depths_R is not None:
+            first_B1 = self.lengths.on_device_B[:, None]
+            places_BR = first_B1 + torch.arange(self.depths_R.shape[-1], device=device)
+            slots_BS.scatter_(1, places_BR, (first_B1 - 1 + self.depths_R).expand(rows, -1))
+        return slots_BS[:, :end]
 
 
 class Output(NamedTuple):
@@ -135,37 +125,6 @@ class Output(NamedTuple):
             return self
         states = None if states is None else columns.of(states)
         return self._replace(logits_BQV=columns.of(self.logits_BQV), states_BQH=states)
-
-
-class Positions:
-    """Positions of the tokens of a pass. Where they rise by one, they are a view of a table on the device.
-
-    Args:
-        last: the last position of the model's context; padding has no later one.
-    """
-
-    def __init__(self, device: torch.device, last: int) -> None:
-        self._device, self._last = device, last
-        self._table_1S = torch.empty(1, 0, dtype=torch.int64, device=device)
-
-    def of(self, reading: Reading) -> Tensor:
-        """Return the positions [B, Q] of the tokens, and of padding."""
-        starts, width = reading.starts, reading.width
-        if reading.depths is None and starts.equal and starts[0] + width - 1 <= self._last:
-            return self._rising(starts[0], width, len(starts))
-        if reading.depths is None:
-            positions_BQ = starts.on_device_B[:, None] + torch.arange(width, device=self._device)
-        else:
-            positions_BQ = reading.lengths.on_device_B[:, None] - 1 + reading.depths
-        # Padding may be beyond the model's context.
-        return positions_BQ.clamp(max=self._last) if max(starts) + width - 1 > self._last else positions_BQ
-
-    def _rising(self, start: int, width: int, rows: int) -> Tensor:
-        end = start + width
-        if end > self._table_1S.shape[1]:
-            self._table_1S = torch.arange(2 * end, device=self._device)[None]
-        rising_1Q = self._table_1S[:, start:end]
-        return rising_1Q if rows == 1 else rising_1Q.repeat(rows, 1)
 
 
 class Seen:

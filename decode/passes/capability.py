@@ -6,33 +6,40 @@ from indices in the cache or ignore masks would give wrong texts without an erro
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.rollback import cache_name, refuse_other_layers
 from draftsmith.decode.passes.attention import WITH_ROLLBACK, Attention, Passes, passes_of, run_with
-from draftsmith.decode.passes.base import Plan
-from draftsmith.decode.passes.checks import HALF_TOLERANCE, TOLERANCE, check_rollback
+from draftsmith.decode.passes.checks import (
+    DRAFT,
+    MANY_ROUNDS,
+    ROUNDS,
+    context_of,
+    difference,
+    ids_of,
+    plain_logits,
+    random_tokens,
+    reader,
+    rollback_gap,
+    tolerance_of,
+    why_wrong,
+)
 from draftsmith.decode.passes.encoder_decoder import biased_layers
 from draftsmith.decode.passes.recurrent import is_recurrent
-from draftsmith.decode.passes.runner import ModelRunner
-from draftsmith.errors import ConfigError, reason_of
+from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.lm_head import evaluating
-from draftsmith.heads.model_config import context_limit, rotary_switch, text_config, uncompiled
+from draftsmith.heads.model_config import rotary_switch, text_config, uncompiled
 from draftsmith.provenance import has_cxx_compiler
 
 # Shapes: B texts, N draft nodes of one text, V vocabulary.
-
-CONTEXT, DRAFT = 6, 3
-"""Tokens before the draft, fewer for the other text of a batch, and tokens after them; fewer in a shorter context."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +73,6 @@ UNVERIFIED = {
 }
 """Model types whose texts in `generate` differ from those of forward passes, beyond what the comparison reads."""
 RECURRENT = "its recurrent layers read one token after the other"
-COUNTS = "it takes positions from the number of tokens in the cache"
-CLAIMED = 2**17
-"""A number of tokens beyond those at which models change their attention (Llama 4: 8,192)."""
 _AGAIN: dict[Passes, str] = {
     "copied": "each round copies its own cache and reads up to 16 committed tokens again",
     "whole": "each round reads the whole text again",
@@ -137,45 +141,23 @@ def _measured(model: PreTrainedModel) -> Capability:
     passes = passes_of(model)
     if passes != "whole" and not cache_name(inspect.signature(model.forward).parameters):
         raise ConfigError(f"model_type={kind!r} takes no cache; expected a model that reads with a cache")
-    if passes in _AGAIN:
-        return _read_again(model, kind, passes)
-    refuse_other_layers(text_config(model))
-    if is_recurrent(model):
-        tolerance = TOLERANCE.get(next(model.parameters()).dtype, HALF_TOLERANCE)
-        check_rollback(model, tolerance, 1)
-        found = Capability(kind, no_trees=_structural(model))
-        try:
-            check_rollback(model, tolerance, 2)
-        except ConfigError as error:
-            return replace(found, no_ragged=str(error))
-        return found
-    reason = _reason(lambda: _chain_gap(model), model)
-    reason = reason or _reason(lambda: _positions_gap(model), model, "in its `generate`, ")
+    if passes in WITH_ROLLBACK:
+        refuse_other_layers(text_config(model))
+    rounds = MANY_ROUNDS if passes in _AGAIN or is_recurrent(model) else ROUNDS
+    reason = why_wrong(lambda: rollback_gap(model, 1, rounds), model)
+    if reason.startswith("logits differ") and passes == "whole":
+        reason = "its logits after a token depend on later tokens"
+    of_generate = _generate_gap if passes in _AGAIN else _positions_gap
+    reason = reason or why_wrong(lambda: of_generate(model), model, "in its `generate`, ")
     if reason:
         raise ConfigError(f"model_type={kind!r} cannot verify drafts: {reason}; expected another target")
+    if passes in _AGAIN:
+        return Capability(kind, no_trees=_AGAIN[passes], no_ragged=_AGAIN[passes])
     if passes == "native":
         own = "it takes its masks and positions from indices in the cache"
         return Capability(kind, no_trees=_structural(model) or own, no_ragged=own)
-    trees, ragged = (
-        _structural(model) or _reason(lambda: _tree_gap(model), model),
-        _reason(lambda: _ragged_gap(model), model),
-    )
-    if not (trees and ragged) and _reason(lambda: _count_gap(model), model):
-        trees, ragged = trees or COUNTS, ragged or COUNTS
-    return Capability(kind, trees, ragged)
-
-
-def _read_again(model: PreTrainedModel, kind: str, passes: Passes) -> Capability:
-    """Return the capability of `model` without the decoder's cache, if `generate` reads texts as plain passes do."""
-    if passes == "copied":
-        check_rollback(model, TOLERANCE.get(next(model.parameters()).dtype, HALF_TOLERANCE), 1)
-    reason = _reason(lambda: _chain_gap(model), model)
-    if reason.startswith("logits differ") and passes == "whole":
-        reason = "its logits after a token depend on later tokens"
-    reason = reason or _reason(lambda: _generate_gap(model), model, "in its `generate`, ")
-    if reason:
-        raise ConfigError(f"model_type={kind!r} cannot verify drafts: {reason}; expected another target")
-    return Capability(kind, no_trees=_AGAIN[passes], no_ragged=_AGAIN[passes])
+    trees = _structural(model) or why_wrong(lambda: _tree_gap(model), model)
+    return Capability(kind, trees, why_wrong(lambda: rollback_gap(model, 2, rounds), model))
 
 
 def _structural(model: PreTrainedModel) -> str:
@@ -198,76 +180,24 @@ def _slides_by_index(model: PreTrainedModel) -> bool:
     return "local" in getattr(text_config(model), "attention_layers", ())
 
 
-def _reason(gap: Callable[[], float], model: PreTrainedModel, where: str = "") -> str:
-    """Return why the logits that `gap` compares differ, or cannot be computed; empty if they are equal.
-
-    `where`: the first words of the reason, for logits that were not computed here.
-    """
-    dtype = next(model.parameters()).dtype
-    try:
-        found = gap()
-    except ConfigError:
-        raise  # it says itself what the model lacks
-    except Exception as error:  # models raise errors without a common base class
-        return f"{where}its forward pass over a draft fails ({reason_of(error)})"
-    if found != found:
-        name = str(dtype).removeprefix("torch.")
-        return f"it returns NaN logits in {name}: its weights are damaged, or overflow in that dtype"
-    if found < TOLERANCE.get(dtype, HALF_TOLERANCE):
-        return ""
-    return f"{where}logits differ from those of a plain pass by {found:.2g} standard deviations"
-
-
-# The comparisons: largest difference of logits, relative to their standard deviation.
-
-
-def _chain_gap(model: PreTrainedModel) -> float:
-    """Compare a chain, and another one after the first was accepted in part."""
-    context, (first, second, third) = _tokens(model, _context(model)), _tokens(model, DRAFT, seed=1)
-    runner = _after(model, [context])
-    read_NV = runner.tree(_ids(model, [[context[-1], first, second]]), [(-1, 0)])[0]
-    gaps = [_gap(model, read_NV[1], [*context, first]), _gap(model, read_NV[2], [*context, first, second])]
-    runner.commit([[0]])
-    again_NV = runner.tree(_ids(model, [[second, third]]), [(-1,)])[0]
-    return _worst([*gaps, _gap(model, again_NV[1], [*context, second, third])])
-
-
 def _tree_gap(model: PreTrainedModel) -> float:
     """Compare the children of two siblings: wrong for wrong positions and for wrong masks."""
-    context, tokens = _tokens(model, _context(model)), _tokens(model, 4, seed=1)
+    context, tokens = random_tokens(model, context_of(model)), random_tokens(model, 4, seed=1)
     draft = Draft(tuple(tokens), (-1, 0, -1, 2))
-    read_NV = _after(model, [context]).tree(_ids(model, [[context[-1], *tokens]]), [draft.parents])[0]
-    paths = {node: [*context, *(tokens[step] for step in draft.path(node))] for node in (1, 3)}
-    return _worst([_gap(model, read_NV[node + 1], path) for node, path in paths.items()])
-
-
-def _ragged_gap(model: PreTrainedModel) -> float:
-    """Compare the chains of two texts of different lengths."""
-    count, token = _context(model), _tokens(model, 1, seed=1)[0]
-    contexts = [_tokens(model, count), _tokens(model, count - 2, seed=2)]
-    roots = [[context[-1], token] for context in contexts]
-    read_BNV = _after(model, contexts).tree(_ids(model, roots), [(-1,)])
-    return _worst([_gap(model, read_BNV[row, 1], [*context, token]) for row, context in enumerate(contexts)])
-
-
-def _count_gap(model: PreTrainedModel) -> float:
-    """Compare a chain with the same one in a cache that claims to be longer: only positions and masks should count."""
-    context, tokens = _tokens(model, _context(model)), _tokens(model, DRAFT - 1, seed=1)
-    true, other = (_after(model, [context]) for _ in range(2))
-    other.claim(CLAIMED)
-    true_NV, other_NV = (runner.tree(_ids(model, [[context[-1], *tokens]]), [(-1, 0)])[0] for runner in (true, other))
-    return float((true_NV - other_NV).abs().max() / true_NV.float().std().clamp_min(1e-6))
+    runner = reader(model, [context[:-1]])
+    read_NV = runner.tree(ids_of(model, [[context[-1], *tokens]]), [draft.parents])[0]
+    paths = [[*context, *(tokens[step] for step in draft.path(node))] for node in (1, 3)]
+    return float(difference(read_NV[[2, 4]], plain_logits(model, paths)[:, -1]))
 
 
 def _generate_gap(model: PreTrainedModel) -> float:
     """Compare the logits of the model's own `generate`, which some models give other inputs than the text."""
-    context = _tokens(model, _context(model))
-    ids = _ids(model, [context])
+    ids = ids_of(model, [random_tokens(model, context_of(model))])
     settings: dict[str, Any] = {"max_new_tokens": DRAFT, "do_sample": False, "num_beams": 1, "output_logits": True}
     settings |= {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "return_dict_in_generate": True}
     output: Any = model.generate(ids, **settings)  # pyright: ignore[reportCallIssue]
-    text = output.sequences[0].tolist()
-    return _worst([_gap(model, logits[0], text[: len(context) + new]) for new, logits in enumerate(output.logits)])
+    read_NV = torch.cat(output.logits)
+    return float(difference(read_NV, plain_logits(model, output.sequences.tolist())[0, -1 - len(read_NV) : -1]))
 
 
 def _positions_gap(model: PreTrainedModel) -> float:
@@ -277,60 +207,10 @@ def _positions_gap(model: PreTrainedModel) -> float:
     """
     if model.config.is_encoder_decoder or "position_ids" not in inspect.signature(model.forward).parameters:
         return 0.0
-    context = _tokens(model, _context(model))
-    own = _gap(model, model(input_ids=_ids(model, [context]), use_cache=False).logits[0, -1], context)
-    return 0.0 if own < TOLERANCE.get(next(model.parameters()).dtype, HALF_TOLERANCE) else _generate_gap(model)
-
-
-def _worst(gaps: list[float]) -> float:
-    """Return the largest number; NaN if any is NaN."""
-    return float(torch.tensor(gaps).max())
-
-
-def _context(model: PreTrainedModel) -> int:
-    """Return the number of tokens before the drafts; ConfigError for a model that cannot read enough of them."""
-    limit = context_limit(model.config) or CONTEXT + DRAFT
-    if limit < DRAFT + DRAFT:
-        raise ConfigError(
-            f"model_type={model.config.model_type!r} reads at most {limit} tokens; expected a context of at least "
-            f"{DRAFT + DRAFT}, which drafts are verified in"
-        )
-    return min(CONTEXT, limit - DRAFT)
-
-
-def _tokens(model: PreTrainedModel, count: int, seed: int = 0) -> list[int]:
-    """Return random tokens without padding, which some models do not count among the positions."""
-    config, generator = text_config(model), torch.Generator().manual_seed(seed)
-    tokens = torch.randint(config.vocab_size, (2 * count,), generator=generator).tolist()
-    padding = getattr(config, "pad_token_id", None)  # RWKV's config has none
-    return [token for token in tokens if token != padding][:count]
-
-
-def _ids(model: PreTrainedModel, rows: list[list[int]]) -> Tensor:
-    return torch.tensor(rows, device=next(model.parameters()).device)
-
-
-def _after(model: PreTrainedModel, contexts: list[list[int]]) -> ModelRunner:
-    """Return a runner that has read each context but its last token."""
-    runner = ModelRunner(model, len(contexts), Plan(sources=[_source(model) for _ in contexts]))
-    runner.append([context[:-1] for context in contexts])
-    return runner
-
-
-def _source(model: PreTrainedModel) -> list[int]:
-    return _tokens(model, _context(model), seed=3) if model.config.is_encoder_decoder else []
-
-
-def _gap(model: PreTrainedModel, read_V: Tensor, tokens: list[int]) -> float:
-    """Return the difference between `read_V` and the logits after `tokens` of a plain forward pass."""
-    ids = _ids(model, [tokens])
-    inputs: dict[str, Any] = {"input_ids": ids}
-    if model.config.is_encoder_decoder:
-        inputs = {"input_ids": _ids(model, [_source(model)]), "decoder_input_ids": ids}
-    elif "position_ids" in inspect.signature(model.forward).parameters:  # from 0 as in `generate`, for RoBERTa too
-        inputs["position_ids"] = torch.arange(len(tokens), device=ids.device)[None]
-    expected_V = model(**inputs, use_cache=False).logits[0, -1]
-    return float((read_V - expected_V).abs().max() / expected_V.float().std().clamp_min(1e-6))
+    context = random_tokens(model, context_of(model))
+    own_TV = model(input_ids=ids_of(model, [context]), use_cache=False).logits[0]
+    gap = float(difference(own_TV[-1], plain_logits(model, [context])[0, -1]))
+    return 0.0 if gap < tolerance_of(model) else _generate_gap(model)
 
 
 def require_compilable(model: PreTrainedModel, capabilities: Sequence[Capability]) -> None:

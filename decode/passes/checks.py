@@ -1,13 +1,17 @@
-"""Checks of models on first use: rollback of recurrent layers, prompts with images, and invariant passes.
+"""Checks of models on first use: logits after drafts and after prompts with images, and passes that are invariant.
 
-Logits after discarded draft tokens, or after a prompt with images, are compared with those of plain passes.
+Logits are compared with those of plain forward passes without a cache: no config says how positions, masks and states
+continue.
 """
 
+import inspect
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.passes.attention import WITH_ROLLBACK, passes_of
@@ -15,6 +19,7 @@ from draftsmith.decode.passes.base import INVARIANT_SLOTS, INVARIANT_WIDTH, Plan
 from draftsmith.decode.passes.recurrent import is_recurrent
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.errors import ConfigError, reason_of
+from draftsmith.heads.draft_tree import chain_parents
 from draftsmith.heads.hidden_states import ProcessorInputs, extended, inputs_for
 from draftsmith.heads.lm_head import evaluating
 from draftsmith.heads.model_config import EXPERTS, context_limit, text_config, uncompiled
@@ -22,65 +27,119 @@ from draftsmith.heads.model_config import EXPERTS, context_limit, text_config, u
 if TYPE_CHECKING:
     from draftsmith.decode.passes.capability import Capability
 
+# Shapes: B texts, T positions, Q tokens of a chain, V vocabulary.
+
 TOLERANCE = {torch.float64: 0.02, torch.float32: 0.02}
 HALF_TOLERANCE = 0.2
 """Relative to the standard deviation of the logits: above rounding, below the effect of a wrong position or mask."""
-CONTEXTS = (6, 3)
-"""Tokens of two texts before the first draft."""
-ROUNDS = ((1, 3), (3, 2), (3, 4), (3, 1), (3, 4), (3, 2), (4, 2), (1, 3))
-"""Committed tokens of both texts in each round. More than a mixer reads again in one pass."""
-WIDTH = 4
+CONTEXT, DRAFT = 6, 3
+"""Tokens before a draft, and of the chain from its root on; fewer before it in a shorter context."""
+ROUNDS = ((1, 2), (1, 1))
+"""Committed tokens of two texts in each round."""
+MANY_ROUNDS = ((1, 2), (3, 2), (3, 3), (3, 1), (3, 3), (3, 2), (3, 2), (3, 2), (1, 3))
+"""More than a mixer, or a copied cache, reads again in one pass."""
 
 
-def check_rollback(model: PreTrainedModel, tolerance: float, rows: int) -> None:
-    """Raise ConfigError unless logits after discarded drafts equal those of a plain forward pass.
+def why_wrong(gap: Callable[[], float], model: PreTrainedModel, where: str = "") -> str:
+    """Return why the logits that `gap` compares differ, or cannot be computed; empty if they are equal.
 
-    Args:
-        tolerance: the largest difference, relative to the standard deviation of the logits.
-        rows: 1, or 2 for a batch of texts of different lengths.
+    `where`: the first words of the reason, for logits that were not computed here.
     """
-    kind, what = model.config.model_type, "a text" if rows == 1 else "texts of different lengths"
+    dtype = next(model.parameters()).dtype
     try:
-        gap = rollback_gap(model, rows)
+        found = gap()
     except ConfigError:
-        raise
+        raise  # it says itself what the model lacks
     except Exception as error:  # models raise errors without a common base class
+        return f"{where}its forward pass over a draft fails ({reason_of(error)})"
+    if found != found:
+        name = str(dtype).removeprefix("torch.")
+        return f"it returns NaN logits in {name}: its weights are damaged, or overflow in that dtype"
+    if found < tolerance_of(model):
+        return ""
+    return f"{where}logits differ from those of a plain pass by {found:.2g} standard deviations"
+
+
+def tolerance_of(model: PreTrainedModel) -> float:
+    """Return the largest difference of logits that rounding explains, in standard deviations."""
+    return TOLERANCE.get(next(model.parameters()).dtype, HALF_TOLERANCE)
+
+
+def difference(read: Tensor, expected: Tensor) -> Tensor:
+    """Return the largest difference, relative to the standard deviation of the logits; NaN if any is NaN."""
+    return (read - expected).abs().max() / expected.float().std().clamp_min(1e-6)
+
+
+def random_tokens(model: PreTrainedModel, count: int, seed: int = 0) -> list[int]:
+    """Return random tokens without padding, which some models do not count among the positions."""
+    config, generator = text_config(model), torch.Generator().manual_seed(seed)
+    tokens = torch.randint(config.vocab_size, (2 * count,), generator=generator).tolist()
+    padding = getattr(config, "pad_token_id", None)  # RWKV's config has none
+    return [token for token in tokens if token != padding][:count]
+
+
+def context_of(model: PreTrainedModel) -> int:
+    """Return the number of tokens before the drafts; ConfigError for a model that cannot read enough of them."""
+    limit = context_limit(model.config) or CONTEXT + DRAFT
+    if limit < DRAFT + DRAFT:
         raise ConfigError(
-            f"model_type={kind!r} cannot read drafts ({reason_of(error)}); expected another target"
-        ) from error
-    if not gap < tolerance:
-        raise ConfigError(
-            f"model_type={kind!r} has recurrent layers, and after discarded draft tokens of {what} its logits "
-            f"differ from those of a plain forward pass (by {gap:.2g} standard deviations); expected another target"
+            f"model_type={model.config.model_type!r} reads at most {limit} tokens; expected a context of at least "
+            f"{DRAFT + DRAFT}, which drafts are verified in"
         )
+    return min(CONTEXT, limit - DRAFT)
 
 
-def rollback_gap(model: PreTrainedModel, rows: int) -> float:
-    """Return the largest difference of logits between chains after discarded drafts and plain forward passes.
+def ids_of(model: PreTrainedModel, rows: list[list[int]]) -> Tensor:
+    """Return tokens on the model's device."""
+    return torch.tensor(rows, device=next(model.parameters()).device)
 
-    It is relative to the standard deviation of the logits. `rows`: 1, or 2 for a batch of texts of different lengths.
+
+def source_of(model: PreTrainedModel) -> list[int]:
+    """Return the tokens that an encoder reads; none without an encoder."""
+    return random_tokens(model, context_of(model), seed=3) if model.config.is_encoder_decoder else []
+
+
+def plain_logits(model: PreTrainedModel, texts: list[list[int]]) -> Tensor:
+    """Return the logits [B, T, V] of one plain forward pass over equally long texts."""
+    ids_BT = ids_of(model, texts)
+    inputs: dict[str, Any] = {"input_ids": ids_BT}
+    if model.config.is_encoder_decoder:
+        inputs = {"input_ids": ids_of(model, [source_of(model)] * len(texts)), "decoder_input_ids": ids_BT}
+    elif "position_ids" in inspect.signature(model.forward).parameters:  # from 0 as in `generate`, for RoBERTa too
+        inputs["position_ids"] = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand(ids_BT.shape)
+    return model(**inputs, use_cache=False).logits
+
+
+def reader(model: PreTrainedModel, contexts: list[list[int]]) -> ModelRunner:
+    """Return a runner that has read these contexts."""
+    runner = ModelRunner(model, len(contexts), Plan(sources=[source_of(model) for _ in contexts]))
+    runner.append(contexts)
+    return runner
+
+
+def rollback_gap(model: PreTrainedModel, rows: int, rounds: tuple[tuple[int, int], ...] = MANY_ROUNDS) -> float:
+    """Return the largest difference between chains after discarded drafts and plain forward passes over the texts.
+
+    `rows`: 1, or 2 for a batch of texts of different lengths.
     """
-    generator = torch.Generator().manual_seed(0)
-    length = max(CONTEXTS) + sum(max(counts) for counts in ROUNDS) + WIDTH
-    texts = torch.randint(text_config(model).vocab_size, (rows, length), generator=generator).tolist()
-    device = next(model.parameters()).device
-    expected_BTV = model(input_ids=torch.tensor(texts, device=device), use_cache=False).logits
-    runner = ModelRunner(model, rows)
-    runner.append([text[:context] for text, context in zip(texts, CONTEXTS, strict=False)])
-    gap = 0.0
-    for counts in ROUNDS:
-        kept, starts = counts[:rows], list(runner.lengths)
+    before = context_of(model) - 1
+    length = before + sum(max(counts) for counts in rounds)
+    texts = [random_tokens(model, length, seed=row) for row in range(rows)]
+    expected_BTV = plain_logits(model, texts)
+    runner = reader(model, [text[: before - 2 * row] for row, text in enumerate(texts)])
+    gaps = []
+    for counts in rounds:
+        starts = list(runner.lengths)
         # The tokens after the committed ones are others than the text's.
         drafts = [
-            text[start : start + count] + text[: WIDTH - count]
-            for text, start, count in zip(texts, starts, kept, strict=True)
+            text[start : start + count] + text[: DRAFT - count]
+            for text, start, count in zip(texts, starts, counts, strict=False)
         ]
-        logits_BQV = runner.tree(torch.tensor(drafts, device=device), [tuple(range(-1, WIDTH - 2))])
-        for row, (start, count) in enumerate(zip(starts, kept, strict=True)):
-            difference = logits_BQV[row, :count] - expected_BTV[row, start : start + count]
-            gap = max(gap, float(difference.abs().max().nan_to_num(torch.inf)))
-        runner.commit([list(range(count)) for count in kept])
-    return gap / float(expected_BTV.float().std().clamp_min(1e-6))
+        logits_BQV = runner.tree(ids_of(model, drafts), [chain_parents(DRAFT - 1)])
+        for row, (start, count) in enumerate(zip(starts, counts, strict=False)):
+            gaps.append((logits_BQV[row, :count] - expected_BTV[row, start : start + count]).abs().max())
+        runner.commit([list(range(count)) for count in counts[:rows]])
+    return float(torch.stack(gaps).max() / expected_BTV.float().std().clamp_min(1e-6))
 
 
 # Prompts with images.
@@ -93,7 +152,8 @@ def usable_inputs(model: PreTrainedModel, ids: list[int], given: ProcessorInputs
     """Return the processor's tensors of a prompt, placed for the model; None without any.
 
     Raises:
-        ConfigError: for a model that does not read them, or does not continue the prompt as `check_prompt` requires.
+        ConfigError: for a model that does not read them, or whose logits after the prompt and after a chain differ from
+            those of a plain forward pass; measured once for a model and the names of the tensors.
     """
     if not given:
         return None
@@ -102,51 +162,29 @@ def usable_inputs(model: PreTrainedModel, ids: list[int], given: ProcessorInputs
     if passes_of(model) not in WITH_ROLLBACK:
         raise ConfigError("inputs with a target that reads tokens again in each round; expected prompts of text")
     inputs = inputs_for(model, given)
-    if inputs:
-        check_prompt(model, ids, inputs)
+    checked = _CHECKED.setdefault(model, set())
+    if inputs and frozenset(inputs) not in checked:
+        if reason := why_wrong(lambda: _image_gap(model, ids, inputs), model, "after the prompt, "):
+            raise ConfigError(
+                f"model_type={model.config.model_type!r} with {', '.join(inputs)}: {reason}; expected tensors of its "
+                "own processor, a model that reads images with the prompt only, or prompts without images"
+            )
+        checked.add(frozenset(inputs))
     return inputs
 
 
-def check_prompt(model: PreTrainedModel, ids: list[int], inputs: ProcessorInputs) -> None:
-    """Raise ConfigError unless logits after a prompt with these tensors equal those of a plain forward pass.
-
-    Measured once for a model and the names of the tensors: no config says how positions and masks continue after an
-    image.
-    """
-    checked = _CHECKED.setdefault(model, set())
-    if frozenset(inputs) in checked:
-        return
-    refusal = f"model_type={model.config.model_type!r} with {', '.join(inputs)}"
-    try:
-        gap = _gap(model, ids, inputs)
-    except ConfigError:
-        raise
-    except Exception as error:  # models raise errors without a common base class
-        raise ConfigError(
-            f"{refusal}: its forward pass fails ({reason_of(error)}); expected tensors of its own processor for this "
-            "prompt, and a model that reads images with the prompt only"
-        ) from error
-    if not gap < TOLERANCE.get(next(model.parameters()).dtype, HALF_TOLERANCE):
-        raise ConfigError(
-            f"{refusal}: after the prompt its logits with a cache differ from those without (by {gap:.2g} standard "
-            "deviations); expected another target, or prompts without images"
-        )
-    checked.add(frozenset(inputs))
-
-
-def _gap(model: PreTrainedModel, ids: list[int], inputs: ProcessorInputs) -> float:
+def _image_gap(model: PreTrainedModel, ids: list[int], inputs: ProcessorInputs) -> float:
     """Return the largest difference of logits after the prompt and a chain, in standard deviations."""
     counts = Counter(ids)
     text = min(reversed(ids), key=counts.__getitem__)  # placeholders of images are the frequent tokens
-    tokens, device = [*ids, *[text] * CHAIN], next(model.parameters()).device
+    tokens = [*ids, *[text] * CHAIN]
     runner = ModelRunner(model, 1)
     after_prompt_V = runner.read_prompts([ids], [inputs])[0]
-    after_chain_QV = runner.tree(torch.tensor([tokens[-CHAIN:]], device=device), [tuple(range(-1, CHAIN - 2))])[0]
+    after_chain_QV = runner.tree(ids_of(model, [tokens[-CHAIN:]]), [chain_parents(CHAIN - 1)])[0]
     read_QV = torch.cat([after_prompt_V[None], after_chain_QV])
     whole = extended(inputs, len(ids), len(tokens))
-    output = model(input_ids=torch.tensor([tokens], device=device), **whole, use_cache=False)
-    expected_QV = output.logits[0, -CHAIN - 1 :]
-    return float((read_QV - expected_QV).abs().max() / expected_QV.float().std().clamp_min(1e-6))
+    output = model(input_ids=ids_of(model, [tokens]), **whole, use_cache=False)
+    return float(difference(read_QV, output.logits[0, -CHAIN - 1 :]))
 
 
 # Passes in which the logits of a token do not depend on its place: greedy texts equal the target's bit by bit. In bf16,

@@ -20,7 +20,6 @@ from draftsmith.decode.passes.base import (
     MOST_AGAIN,
     Output,
     Plan,
-    Positions,
     Reading,
     Seen,
 )
@@ -55,7 +54,7 @@ class EagerPasses:
         self._head = None if is_network else model.get_output_embeddings()
         positions = "decoder_position_ids" if model.config.is_encoder_decoder else "position_ids"
         self._positions_name = positions if positions in accepted else None
-        self.positions = Positions(self._device, _last_position(model, plan))
+        self.last_position = _last_position(model, plan)
         # Flash attention takes positions that do not rise, such as those of padding, for the start of another text.
         is_padded = len(cache.lengths) == 1 and not self._attention.is_flash and self._takes_positions
         self._widths = plan.widths if is_padded else {}
@@ -99,7 +98,7 @@ class EagerPasses:
     def read(self, reading: Reading) -> Output:
         """Read tokens of every row."""
         self.cache.aim(reading.starts, reading.width)
-        positions_BQ = self.positions.of(reading)
+        positions_BQ = reading.positions(self.last_position)
         visible_BQS = self.visible(reading)
         mask = self._mask(reading, positions_BQ, visible_BQS)
         if self.shift_B1 is not None:
@@ -163,9 +162,7 @@ class EagerPasses:
             raise ConfigError("draft of rows of different lengths, or with branches; expected chains of equal rows")
         slides = attention.window is not None and end > attention.window
         if slides and not (visible_BQS is None and attention.slides_alone):
-            return self._prepared(
-                reading, positions_BQ, visible_BQS, reading.drafted.positions(end, starts, positions_BQ)
-            )
+            return self._prepared(reading, positions_BQ, visible_BQS, reading.slot_positions(end))
         if visible_BQS is None:
             return attention.chain(starts[0], reading.width, self._device, self._dtype)
         return attention.plain(visible_BQS, self._dtype)

@@ -139,7 +139,7 @@ class EncoderDecoderPasses(EagerPasses):
     def _mask(self, reading: Reading, positions_BQ: Tensor, visible_BQS: Tensor | None) -> Any:
         if not self._biased:
             return super()._mask(reading, positions_BQ, visible_BQS)
-        positions_BS = reading.drafted.positions(self.cache.place.end, reading.starts, positions_BQ)
+        positions_BS = reading.slot_positions(self.cache.place.end)
         self._relative = true_positions(self._biased, positions_BQ, positions_BS)
         return self._prepared(reading, positions_BQ, visible_BQS, positions_BS)
 

@@ -277,12 +277,12 @@ class CompiledPasses(EagerPasses):
         """Run a compiled pass."""
         positions_BQ = visible_BQS = positions_BS = None
         if reading.visible_BQR is not None:  # else the pass counts its positions itself
-            positions_BQ, visible_BQS = self.positions.of(reading), self.visible(reading)
+            positions_BQ, visible_BQS = reading.positions(self.last_position), self.visible(reading)
             assert visible_BQS is not None
             visible_BQS = nn.functional.pad(visible_BQS, (0, self._graphs.slots - visible_BQS.shape[2]))
             visible_BQS = visible_BQS.expand(len(reading.starts), -1, -1)
             if self._graphs.attention.window is not None:
-                positions_BS = reading.drafted.positions(self._graphs.slots, reading.starts, positions_BQ)
+                positions_BS = reading.slot_positions(self._graphs.slots)
         inputs = PassInputs(
             in_one_layout(reading.ids_BQ),
             reading.starts.on_device_B,

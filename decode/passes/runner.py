@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.rollback import RollbackCache
 from draftsmith.decode.passes.attention import WITH_ROLLBACK, passes_of, tree, trees
-from draftsmith.decode.passes.base import Drafted, Output, Plan, Reading
+from draftsmith.decode.passes.base import Output, Plan, Reading
 from draftsmith.decode.passes.eager import EagerPasses, RereadingPasses
 from draftsmith.decode.passes.encoder_decoder import EncoderDecoderPasses
 from draftsmith.decode.passes.graphs import CompiledPasses
@@ -39,7 +39,10 @@ class ModelRunner:
     def __init__(self, model: PreTrainedModel, rows: int, plan: Plan | None = None) -> None:
         self.model, self._device = model, next(model.parameters()).device
         self.passes = passes_for(model, rows, plan or Plan())
-        self._drafted = Drafted()
+        self._drafted = 0
+        """Number of draft tokens that were read after the committed ones."""
+        self._depths: Tensor | None = None
+        """Their depths, see `Reading`; None while they follow one another."""
         self._visible: Tensor | None = None
         """[B, n, slots]: the slots that the nodes of the last level see; None while every level has one node."""
         self.states = torch.empty(0)
@@ -51,10 +54,6 @@ class ModelRunner:
     def lengths(self) -> Counts:
         """Number of committed tokens that the model has read, for each row."""
         return self.passes.cache.lengths
-
-    def claim(self, count: int) -> None:
-        """Let later passes tell the model that the cache has this number of tokens, see `capability_of`."""
-        self.passes.cache.place.claimed = count
 
     def append(self, tokens: Sequence[list[int]], features_BQF: Tensor | None = None) -> Tensor:
         """Read committed tokens and return the logits [B, V] after the last one of each row. Empty rows are skipped."""
@@ -90,7 +89,7 @@ class ModelRunner:
         own = torch.eye(n, dtype=torch.bool, device=self._device).expand(B, n, n)
         before = self._visible
         if before is None:  # a chain of one node per level so far
-            before = own.new_ones(B, 1, drafted.slots)
+            before = own.new_ones(B, 1, drafted)
         visible = torch.cat([level.of_parents(before), own], 2)
         depths = torch.full((n,), level.depth, device=self._device)
         logits_BnV = self._branch(level.tokens_Bn, depths, visible, features_BnF)
@@ -163,8 +162,11 @@ class ModelRunner:
         features_BQF: Tensor | None,
         columns: Columns | None = None,
     ) -> Tensor:
-        """Read draft tokens and return the logits [B, Q, V] after them; the arguments are those of `Reading`."""
+        """Read draft tokens and return the logits [B, Q, V] after them; see `Reading`. `depths`: of these tokens."""
         Q, drafted = tokens_BQ.shape[1], self._drafted
+        if depths is not None:
+            before = torch.arange(1, drafted + 1, device=self._device) if self._depths is None else self._depths
+            self._depths = depths = torch.cat([before, depths], -1) if drafted else depths
         more = self.passes.padded(Q) - Q
         if more:  # padding that no token attends to
             tokens_BQ = nn.functional.pad(tokens_BQ, (0, more))
@@ -176,15 +178,15 @@ class ModelRunner:
                 depths = nn.functional.pad(depths, (0, more), value=1)
         reading = Reading(
             tokens_BQ,
-            self.lengths + drafted.slots,
+            self.lengths + drafted,
             drafted=drafted,
-            depths=depths,
+            depths_R=depths,
             visible_BQR=visible_BQR,
             features_BQF=features_BQF,
             columns=columns,
         )
         output = self._keep(self.passes.read(reading))
-        self._drafted = drafted.read(reading, Q)
+        self._drafted += Q
         if more:
             output = output._replace(features_BQF=None).part(len(tokens_BQ), Q)
         self.states = self.states if output.states_BQH is None else output.states_BQH
@@ -199,14 +201,14 @@ class ModelRunner:
     def commit(self, slots: Sequence[list[int]]) -> None:
         """Keep these draft slots of each row, in order, and discard all other draft tokens."""
         self.passes.keep(Rows.of(slots, self._device))
-        self._drafted, self._visible = Drafted(), None
+        self._drafted, self._depths, self._visible = 0, None, None
 
     def rewind(self, lengths: Sequence[int]) -> bool:
         """Go back to these numbers of tokens of each row; False if the model cannot, or rows were dropped."""
         if not self.passes.rewinds or len(lengths) != len(self.lengths):
             return False
         self.passes.cache.lengths = Counts(lengths, self._device)
-        self._drafted, self._visible = Drafted(), None
+        self._drafted, self._depths, self._visible = 0, None, None
         return True
 
     def close(self) -> None:

@@ -9,10 +9,9 @@ from transformers import Llama4ForCausalLM, Llama4TextConfig
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.passes import graphs
-from draftsmith.decode.passes.capability import COUNTS, capability_of
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.errors import ConfigError
-from draftsmith.heads import DraftModel, model_config
+from draftsmith.heads import DraftModel
 from draftsmith.heads.hidden_states import final_states
 
 VOCAB, FLOOR, NEW_TOKENS = 24, 8, 24
@@ -94,14 +93,6 @@ def test_the_model_is_left_as_it_was(target: Llama4ForCausalLM) -> None:
     layers = [layer.self_attn for layer in target.model.layers]
     assert all(layer.attn_temperature_tuning for layer in layers)
     assert not any(layer.q_proj._forward_hooks for layer in layers)
-
-
-def test_a_model_that_counts_tokens_of_the_cache_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the published floor of 8,192, which no text of the comparison reaches."""
-    assert not capability_of(make(floor_scale=8192)).no_trees
-    monkeypatch.setattr(model_config.QueryScales, "_layers_of", staticmethod(lambda model: []))
-    found = capability_of(make(1, floor_scale=8192))
-    assert (found.no_trees, found.no_ragged, found.not_compiled) == (COUNTS, COUNTS, COUNTS)
 
 
 def test_packed_rows_without_sdpa_are_refused() -> None:

@@ -15,21 +15,20 @@ from torch import Tensor
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.passes import recurrent as recurrent_state
 from draftsmith.decode.passes.base import Plan
-from draftsmith.decode.passes.capability import TOLERANCE
-from draftsmith.decode.passes.checks import check_rollback, rollback_gap
+from draftsmith.decode.passes.capability import capability_of
+from draftsmith.decode.passes.checks import TOLERANCE, rollback_gap
 from draftsmith.decode.passes.recurrent import MOST_AGAIN, Mixer
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.profiling import _reading
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
-from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS, DraftModel
 from draftsmith.heads.base import Level
 from draftsmith.heads.draft_model import EarlyExit
 from draftsmith.heads.rows import Counts
 from draftsmith.train.step import AgreementStep, Last, collate
 
-ROUNDING = 1e-4
+ROUNDING = 3e-4
 """Scans are computed in float32 and summed in another order; a wrong state changes logits by more than 0.1."""
 ALLOWED = TOLERANCE[torch.float64]
 
@@ -84,8 +83,12 @@ def test_the_check_notices_wrong_states(
 ) -> None:
     monkeypatch.setattr(owner, name, mutant)
     assert rollback_gap(build("mamba2"), rows) > 5 * ALLOWED
-    with pytest.raises(ConfigError, match="model_type='mamba2' has recurrent layers, and after discarded draft tokens"):
-        check_rollback(build("mamba2"), ALLOWED, rows)
+    model = build("mamba2")
+    if rows == 1:  # read another way
+        with pytest.warns(UserWarning, match="each round copies its own cache"):
+            assert capability_of(model).no_ragged
+    else:
+        assert "logits differ from those of a plain pass by" in capability_of(model).no_ragged
 
 
 @torch.inference_mode()
@@ -99,7 +102,7 @@ def test_states_after_each_token_are_kept_by_row(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("family", ["mamba2", "jamba"])
 @torch.inference_mode()
 def test_rows_that_leave_a_batch(family: str) -> None:
-    """Of three texts two remain, in another order, while tokens are read again."""
+    """Of three texts two remain, one in another row, while tokens are read again."""
     model = build(family)
     generator = torch.Generator().manual_seed(3)
     texts = torch.randint(3, 61, (3, 12 + MOST_AGAIN), generator=generator).tolist()
@@ -109,8 +112,8 @@ def test_rows_that_leave_a_batch(family: str) -> None:
         torch.tensor([text[length : length + 3] for text, length in zip(texts, (4, 2, 3), strict=True)]), [(-1, 0)]
     )
     runner.commit([[0], [0, 1], [0]])
-    runner.drop([2, 0])
-    rows = [texts[2], texts[0]]
+    runner.drop([2, 1])
+    rows = [texts[2], texts[1]]
     for _ in range(MOST_AGAIN // 2 + 1):
         starts = list(runner.lengths)
         tokens_BQ = torch.tensor([row[start : start + 3] for row, start in zip(rows, starts, strict=True)])
