@@ -1,24 +1,133 @@
-"""Checks of the decoder's arguments: prompts, which may be lists, arrays or padded tensors, and what fits together."""
+"""The decoder's arguments: settings of a call, prompts, which may be lists, arrays or padded tensors, and checks."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 
 from draftsmith.decode.passes.capability import Capability, capability_of
 from draftsmith.decode.policies import Policy
 from draftsmith.decode.rules import Rule
 from draftsmith.decode.sampling import require_seed
+from draftsmith.decode.sequence import DecodeSequence, Stops, stop_string_criteria
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel
+from draftsmith.heads.hidden_states import ProcessorInputs
+from draftsmith.heads.model_config import context_limit, eos_tokens, start_token, token_set
 
 Ids = Tensor | np.ndarray | Sequence
 """Tokens of one prompt or of several, or a mask over them."""
+EosTokens = int | Sequence[int] | Tensor | np.ndarray | Literal["model"] | None
+NEW_TOKENS = 128
+"""Default of `max_new_tokens`."""
 _OF_TOKENIZER = ("input_ids", "attention_mask", "token_type_ids")
 """Keys that tokenizers return for a text; all its tokens are of one type."""
+
+
+class GenerateSettings(TypedDict, total=False):
+    """Keyword arguments that `generate` and `generate_batch` share."""
+
+    max_new_tokens: int | None
+    """Maximum number of new tokens for each prompt, 128 by default; reduced to the space in the target's context."""
+    temperature: float | None
+    """Applied to the target and the drafter alike, as `top_k` and `top_p` are; 0, the default, is greedy."""
+    top_k: int | None
+    top_p: float | None
+    eos_token_id: EosTokens
+    """Token or tokens that end a text; "model", the default: those of the model; None: no token does."""
+    logits_processor: Sequence[LogitsProcessor] | None
+    """transformers' or custom processors, applied before the temperature at every draft node; each must be a function
+    of the tokens before a position and their scores."""
+    stopping_criteria: Sequence[StoppingCriteria] | None
+    """transformers' or custom criteria, called after every committed token with `scores=None`."""
+    stop_strings: str | Sequence[str] | None
+    """One string or several: a text ends with the token that completes one of them; requires `tokenizer`."""
+    tokenizer: PreTrainedTokenizerBase | None
+
+
+class BatchSettings(GenerateSettings, total=False):
+    """Further keyword arguments of `generate_batch`."""
+
+    attention_mask: Ids | None
+    """0 or False at padding, on either side."""
+    inputs: Sequence[ProcessorInputs | None] | None
+    """For each prompt the processor's tensors besides its token ids, such as pixel_values, as a batch of one; None for
+    a prompt without images. `input_ids` and `attention_mask` in them are ignored."""
+    decoder_input_ids: Ids | None
+    """For an encoder-decoder target, the first tokens of each decoder, including its start token; default: the start
+    token alone."""
+    encoder_states: Sequence[Tensor] | None
+    """The encoder's output [T, H] for each text, which is then not computed. `input_ids` may then be empty lists,
+    unless the drafter has an encoder of its own."""
+
+
+def require_settings(given: Mapping[str, Any], kind: Any) -> None:
+    """Raise TypeError for keyword arguments that a class of settings does not have."""
+    if unknown := given.keys() - kind.__annotations__.keys():
+        raise TypeError(f"unexpected keyword argument {min(unknown)!r}; expected {', '.join(kind.__annotations__)}")
+
+
+def sequences_of(
+    model: PreTrainedModel, input_ids: Ids | Mapping[str, Any], seeds: Sequence[int] | int, settings: BatchSettings
+) -> tuple[list[list[int]], list[DecodeSequence]]:
+    """Return the tokens of each prompt, and the texts to decode."""
+    require_settings(settings, BatchSettings)
+    states = settings.get("encoder_states")
+    rows, paddings = prompt_rows(input_ids, settings.get("attention_mask"), may_be_empty=states is not None)
+    prompts, sources = _prompts(model, rows, settings.get("decoder_input_ids"))
+    require_known(prompts, model)
+    require_known(sources, model)
+    strings = stop_string_criteria(settings.get("stop_strings") or (), settings.get("tokenizer"))
+    stops = Stops(
+        _eos(model, settings.get("eos_token_id", "model")), [*(settings.get("stopping_criteria") or ()), *strings]
+    )
+    most = settings.get("max_new_tokens")
+    sequences = [
+        DecodeSequence(list(prompt), _longest(model, prompt, NEW_TOKENS if most is None else most), seed, stops)
+        for prompt, seed in zip(prompts, one_seed_each(seeds, len(rows)), strict=True)
+    ]
+    for number, (sequence, source, padding) in enumerate(zip(sequences, sources, paddings, strict=True)):
+        sequence.number, sequence.source, sequence.padding = number, source, [] if source else padding
+    for sequence, states_TH in zip(sequences, states or (), strict=states is not None):
+        sequence.encoded = states_TH
+    return rows, sequences
+
+
+def _longest(model: PreTrainedModel, prompt: list[int], max_new_tokens: int) -> int:
+    """Return the number of tokens at which a text ends; ConfigError for a prompt that leaves no room."""
+    if max_new_tokens < 1:
+        raise ConfigError.of("max_new_tokens", max_new_tokens, ">= 1")
+    limit = context_limit(model.config)
+    if limit is not None and len(prompt) >= limit:
+        fits = f"fewer than the target's context of {limit}: a new token needs room"
+        raise ConfigError(f"prompt={len(prompt)} tokens; expected {fits}")
+    length = len(prompt) + max_new_tokens
+    return length if limit is None else min(length, limit)
+
+
+def _prompts(
+    model: PreTrainedModel, rows: list[list[int]], decoder_input_ids: Ids | None
+) -> tuple[Sequence[list[int]], Sequence[list[int]]]:
+    """Return (decoder tokens, encoder tokens) of each text; a decoder-only target has no encoder tokens."""
+    if not model.config.is_encoder_decoder:
+        if decoder_input_ids is not None:
+            raise ConfigError("decoder_input_ids with a decoder-only target; expected the whole text in input_ids")
+        return rows, [[] for _ in rows]
+    if decoder_input_ids is None:
+        return [[start_token(model)] for _ in rows], rows
+    starts, _ = prompt_rows(decoder_input_ids, may_be_empty=True)
+    if len(starts) != len(rows) or not all(starts):
+        raise ConfigError(f"decoder_input_ids={len(starts)} rows; expected {len(rows)}, none of them empty")
+    return starts, rows
+
+
+def _eos(model: PreTrainedModel, given: EosTokens) -> frozenset[int]:
+    if isinstance(given, str) and given == "model":
+        return eos_tokens(model.config, getattr(model, "generation_config", None))
+    return frozenset() if given is None else token_set(given)
 
 
 def prompt_rows(

@@ -9,18 +9,13 @@ pass is padded to the faster width.
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field, TypeAdapter
-
-from draftsmith.errors import ConfigError, reason_of
-from draftsmith.reading import read_json
-from draftsmith.storage import write_json
+from pydantic import Field
 
 WORTH_PADDING = 0.95
 """Padding is used where the wider pass takes at most this share of the time; smaller differences are noise."""
@@ -60,20 +55,6 @@ class Costs:
     @cached_property
     def _cheapest(self) -> tuple[dict[int, float], dict[int, float]]:
         return _never_falling(self.verify), _never_falling(self.draft)
-
-    def save(self, path: Path) -> None:
-        write_json(path, asdict(self))
-
-    @classmethod
-    def load(cls, path: Path) -> "Costs":
-        """Read a file that `save` wrote; ConfigError for any other file."""
-        try:
-            costs = TypeAdapter(cls).validate_python(read_json(path))
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"costs={path} cannot be read ({reason_of(error)}); expected a file of measured costs"
-            ) from error
-        return costs
 
 
 def _never_falling(curve: dict[int, float]) -> dict[int, float]:

@@ -37,11 +37,9 @@ def measure_costs(
     target: PreTrainedModel,
     drafter: Drafter | None = None,
     *,
-    widest: int = 64,
     compile: bool = False,
     verify: dict[int, float] | None = None,
     text: Sequence[int] = (),
-    done: Callable[[], None] = lambda: None,
 ) -> Costs:
     """Return the median seconds of forward passes after 128 tokens, on this machine with the current threads.
 
@@ -54,23 +52,20 @@ def measure_costs(
         verify: the target's seconds, if they are known.
         text: tokens that are read, such as those of a prompt; by default different ones of the vocabulary. A mixture of
             experts reads the more weights, the more its tokens differ.
-        done: called `parts` times.
     """
-    widths = [width for width in WIDTHS if width <= widest and not (compile and width & (width - 1))]
-    verify = verify or _curve(target, widths, compile, text, done)
+    verify = verify or _curve(target, compile, text)
     if drafter is None or drafter.only_retrieves:
         return Costs(verify, {1: min(verify.values()) * NEARLY_FREE})
     model = getattr(drafter, "model", None)
     draft = {1: 0.0}
     if isinstance(model, nn.Module):
-        draft = _curve(cast(PreTrainedModel, model), widths, compile, text, done)  # a draft model's
+        draft = _curve(cast(PreTrainedModel, model), compile, text)  # a draft model's
     alone = Costs(verify, draft)
     reach = min(LONG, drafter.max_draft_length or LONG)
     seconds: dict[int, list[float]] = {SHORT: [], reach: []}
     for _ in range(TURNS):  # alternately, so that a slow phase of the machine affects both
         for length, rounds in seconds.items():
             rounds += _round_seconds(target, drafter, length, compile, text)
-        done()
     short, long = median(seconds[SHORT]), median(seconds[reach])
     step = draft[1]
     if reach > SHORT:
@@ -78,14 +73,6 @@ def measure_costs(
         step = max((long - short - check) / (reach - SHORT), verify[1] * NEARLY_FREE)
     fixed = max(short - step - alone.verify_seconds(SHORT + 1), 0.0)
     return Costs(verify, {width: step + max(value - draft[1], 0.0) for width, value in draft.items()}, fixed)
-
-
-def parts(drafter: Drafter | None = None, *, verify: bool = True) -> int:
-    """Return the number of calls of `done` in `measure_costs`; `verify`: whether it measures the target's seconds."""
-    curves = int(verify)
-    if drafter is None or drafter.only_retrieves:
-        return curves * (REPEATS + 1)
-    return (curves + isinstance(getattr(drafter, "model", None), nn.Module)) * (REPEATS + 1) + TURNS
 
 
 def _tokens(config: PreTrainedConfig, text: Sequence[int], count: int) -> list[int]:
@@ -145,19 +132,16 @@ def _reading(model: PreTrainedModel, text: Sequence[int], *, compile: bool) -> I
         runner.close()
 
 
-def _curve(
-    model: PreTrainedModel, widths: list[int], compile: bool, text: Sequence[int], done: Callable[[], None]
-) -> dict[int, float]:
+def _curve(model: PreTrainedModel, compile: bool, text: Sequence[int]) -> dict[int, float]:
     """Return the median seconds in which the model reads each number of tokens after a context."""
-    seconds: dict[int, list[float]] = {width: [] for width in widths}
+    seconds: dict[int, list[float]] = {width: [] for width in WIDTHS if not (compile and width & (width - 1))}
     device = next(model.parameters()).device
     with _reading(model, text, compile=compile) as read:
         for repeat in range(REPEATS + 1):
-            for width in widths:
+            for width, measured in seconds.items():
                 started = now(device)
                 read(width)
                 ended = now(device)
                 if repeat > 0:  # the first pass allocates and chooses kernels
-                    seconds[width].append(ended - started)
-            done()
+                    measured.append(ended - started)
     return {width: median(values) for width, values in seconds.items()}

@@ -4,7 +4,7 @@ A variant is a drafter with a policy, or the target alone. The number of CPU thr
 target alone, so that the baseline is not slowed down.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.passes.graphs import built_graphs
 from draftsmith.decode.policies import plans
-from draftsmith.decode.profiling import measure_costs, parts
+from draftsmith.decode.profiling import measure_costs
 from draftsmith.distill.chat_template import Chat
 from draftsmith.errors import ConfigError
 from draftsmith.eval.baseline import compare_with_generate, fastest_threads, threads
@@ -87,11 +87,9 @@ class Run:
                 self.journal.fact("threads", fastest_threads(self.target, self.prompts[0].input_ids))
         with threads(self.journal.facts["threads"]):  # policies plan with costs that depend on the threads
             self.arms = {BASELINE: SpeculativeDecoder(self.target, **self.settings.passes)}
-            timed = [drafter for name, drafter in self.drafters.items() if self._times(name)]
-            total = sum(parts(drafter, verify=drafter is timed[0]) for drafter in timed)
-            with stage("timing the passes of each drafter", total, shown=progress) as done:
+            with stage("timing the passes of each drafter", shown=progress):
                 for name, drafter in self.drafters.items():
-                    self.arms |= self._arms(name, drafter, done)
+                    self.arms |= self._arms(name, drafter)
             if any(self._pending(place) for place in self._places()):
                 with stage("warming up", shown=progress):
                     self._calibrate()
@@ -175,9 +173,9 @@ class Run:
             )
         return plans or [{}]
 
-    def _arms(self, name: str, drafter: Drafter, done: Callable[[], None]) -> dict[Variant, SpeculativeDecoder]:
-        """Return a decoder for each plan of the drafter; `done` is called after each part of timing its passes."""
-        arms, costs = {}, self._costs(name, drafter, done)
+    def _arms(self, name: str, drafter: Drafter) -> dict[Variant, SpeculativeDecoder]:
+        """Return a decoder for each plan of the drafter."""
+        arms, costs = {}, self._costs(name, drafter)
         for plan in self.plans[name]:
             plan = {**plan, "rule": self.settings.rule, **self.settings.passes}
             decoder = SpeculativeDecoder(self.target, drafter, costs=costs, **plan)
@@ -185,12 +183,7 @@ class Run:
             arms[(name, label)] = decoder  # drafters that only retrieve ignore the policy
         return arms
 
-    def _times(self, name: str) -> bool:
-        """Return whether the passes of this drafter are timed, and were not before."""
-        planned = not self.settings.compile or any(map(plans, self.settings.policies_of(name)))
-        return planned and COSTS_OF + name not in self.journal.facts
-
-    def _costs(self, name: str, drafter: Drafter, done: Callable[[], None]) -> Costs | None:
+    def _costs(self, name: str, drafter: Drafter) -> Costs | None:
         """Return the seconds of passes with this drafter; None where passes are compiled and no policy plans.
 
         Compiled passes are not padded to faster widths, and measuring them compiles one for each width.
@@ -208,7 +201,7 @@ class Run:
             # The same seconds of the target for all: measured separately, noise may change the padding of a width.
             verify = next((costs.verify for costs in known.values()), None)
             known[fact] = measure_costs(
-                self.target, drafter, compile=settings.compile, verify=verify, text=self.prompts[0].input_ids, done=done
+                self.target, drafter, compile=settings.compile, verify=verify, text=self.prompts[0].input_ids
             )
             self.journal.fact(fact, asdict(known[fact]))
         return known[fact]

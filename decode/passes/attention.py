@@ -59,9 +59,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Return the attention's output [B, Q, K * G, D], like transformers' sdpa function, without expanded heads.
 
@@ -69,13 +67,14 @@ def attend(
     """
     (B, heads, Q, _), (_, K, S, _) = query.shape, key.shape
     mask, is_chain = attention_mask, attention_mask is not None and attention_mask.shape[-1] == 0
+    dropout, scale = options.get("dropout", 0.0), options.get("scaling")
     plain = query.device.type in ("cpu", "cuda")
     for name in SPECIAL_ATTENTION:  # in every layer of every pass, so not `all` of a generator
-        plain = plain and kwargs.get(name) is None
+        plain = plain and options.get(name) is None
     if is_chain and plain and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
         # FlashAttention aligns its causal mask with the last key and reads grouped heads.
         bias = causal_lower_right(Q, S)
-        out = scaled_dot_product_attention(query, key, value, bias, dropout, scale=scaling, enable_gqa=heads > K)
+        out = scaled_dot_product_attention(query, key, value, bias, dropout, scale=scale, enable_gqa=heads > K)
         return out.transpose(1, 2).contiguous(), None
     if is_chain:
         build = _lower_right if torch.compiler.is_compiling() else _same_lower_right
@@ -83,11 +82,11 @@ def attend(
     elif mask is not None and mask.shape[-1] < S:
         key, value = (x[:, :, S - mask.shape[-1] :] for x in (key, value))
     if (mask is None and Q > 1) or not plain or Q > MOST_GROUPED:
-        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
     if heads > K:
         query = query.reshape(B, K, -1, query.shape[-1])
         mask = None if mask is None else mask.repeat(1, 1, heads // K, 1)
-    out = scaled_dot_product_attention(query, key, value, mask, dropout, scale=scaling)
+    out = scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale)
     if heads > K:
         out = out.reshape(B, heads, Q, -1)
     return out.transpose(1, 2).contiguous(), None

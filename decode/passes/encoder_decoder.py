@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_outputs import MoeModelOutputWithPast
@@ -91,18 +92,15 @@ class Encoded:
         self, model: PreTrainedModel, sources: Sequence[list[int]], states: Sequence[Tensor] | None = None
     ) -> None:
         self._caches: EncoderDecoderCache | None = None
+        device = next(model.parameters()).device
+        lengths = [len(source) for source in (sources if states is None else states)]
+        self._mask_BT = pad_sequence([torch.ones(length, dtype=torch.long) for length in lengths], True).to(device)
         if states is not None:
-            self._states_BTH = nn.utils.rnn.pad_sequence(list(states), batch_first=True)
-            self._mask_BT = nn.utils.rnn.pad_sequence([state_TH.new_ones(len(state_TH)) for state_TH in states], True)
-            self._mask_BT = self._mask_BT.long()
+            self._states_BTH = pad_sequence(list(states), True)
             return
         if not all(sources):
             raise ConfigError("input_ids=None; expected the source's tokens: this drafter has an encoder of its own")
-        device = next(model.parameters()).device
-        width = max(len(source) for source in sources)
-        ids_BT = torch.tensor([source + [0] * (width - len(source)) for source in sources], device=device)
-        lengths_B1 = torch.tensor([[len(source)] for source in sources], device=device)
-        self._mask_BT = (torch.arange(width, device=device) < lengths_B1).long()
+        ids_BT = pad_sequence([torch.tensor(source) for source in sources], True).to(device)
         self._states_BTH = model.get_encoder()(input_ids=ids_BT, attention_mask=self._mask_BT).last_hidden_state
 
     def inputs(self, cache: RollbackCache) -> tuple[dict[str, Any], EncoderDecoderCache]:

@@ -13,12 +13,14 @@ committed tokens never change, so the states equal those of a text without draft
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from copy import copy
+from functools import lru_cache, partial
 from inspect import getmembers, isfunction, signature, unwrap
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
@@ -94,7 +96,7 @@ class Mixer:
         last = copied(self._saved)
         outputs = call(last, self._inputs)
         self._last = last if before.equal else None
-        return each(outputs, lambda output: _taken(output, before, width))
+        return tree_map(lambda output: _taken(output, before, width), outputs)
 
     def _read_committed(self, call: "Call", inputs: Inputs, width: int, counts: Counts) -> Any:
         """Read `counts` tokens of each row, after those that are read again, and save the states after them."""
@@ -102,7 +104,7 @@ class Mixer:
         joined = {name: _joined(self._inputs.get(name), new, before) for name, new in inputs.items()}
         self._inputs = {}
         outputs = self._advance(call, joined, (before + counts).values)
-        return each(outputs, lambda output: _taken(output, before, width))
+        return tree_map(lambda output: _taken(output, before, width), outputs)
 
     def _read_singly(self, call: "Call", inputs: Inputs, width: int) -> Any:
         """Read draft tokens one by one and keep the states after each."""
@@ -124,7 +126,9 @@ class Mixer:
             part = {name: rows_of(value, rows) for name, value in part.items()}
             outputs = self._continue(call, states, part, length)
             _put(self._saved, states, rows, len(lengths))
-            whole = _written(whole, outputs, rows, (len(lengths), width))
+            if whole is None:
+                whole = tree_map(lambda output: output.new_zeros(len(lengths), width, *output.shape[2:]), outputs)
+            tree_map(partial(_write, rows), whole, outputs)
         return whole
 
     def _continue(self, call: "Call", states: LinearAttentionLayer, inputs: Inputs, width: int) -> Any:
@@ -309,30 +313,15 @@ def _columns(inputs: Inputs, start: int, end: int) -> Inputs:
     return {name: value[:, start:end] for name, value in inputs.items()}
 
 
-# Outputs: a tensor [B, P, ...] or several.
-
-
-def each(outputs: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return `function` of a mixer's output, or of each of its outputs."""
-    return tuple(function(output) for output in outputs) if isinstance(outputs, tuple) else function(outputs)
+def _write(rows: list[int], whole: Tensor, output: Tensor) -> None:
+    """Write the output of these rows to the first columns of `whole`; an index of several rows would be uploaded."""
+    for row, own in zip(rows, output, strict=True):
+        whole[row, : len(own)] = own
 
 
 def _together(outputs: list[Any]) -> Any:
-    """Return outputs of consecutive tokens as one."""
-    if isinstance(outputs[0], tuple):
-        return tuple(torch.cat(parts, 1) for parts in zip(*outputs, strict=True))
-    return torch.cat(outputs, 1)
-
-
-def _written(whole: Any, outputs: Any, rows: list[int], size: tuple[int, int]) -> Any:
-    """Return `whole` with the outputs of these rows in its first columns; None: zeros of `size` [B, P]."""
-    if whole is None:
-        whole = each(outputs, lambda output: output.new_zeros(*size, *output.shape[2:]))
-    pairs = zip(whole, outputs, strict=True) if isinstance(outputs, tuple) else [(whole, outputs)]
-    for target, output in pairs:
-        for row, own in zip(rows, output, strict=True):  # an index of several rows would be uploaded
-            target[row, : len(own)] = own
-    return whole
+    """Return outputs of consecutive tokens as one; a mixer returns a tensor [B, P, ...] or several."""
+    return tree_map(lambda *parts: torch.cat(parts, 1), *outputs)
 
 
 # States.
@@ -340,21 +329,21 @@ def _written(whole: Any, outputs: Any, rows: list[int], size: tuple[int, int]) -
 
 def copied(states: LinearAttentionLayer, rows: list[int] | None = None) -> LinearAttentionLayer:
     """Return a copy of `states`, or of these rows of them."""
-    return _changed(states, lambda value: value.clone() if rows is None else rows_of(value, rows))
-
-
-def _changed(states: LinearAttentionLayer, change: Callable[[Tensor], Tensor]) -> LinearAttentionLayer:
-    """Return `states` with every tensor changed by a function."""
-    new = LinearAttentionLayer(number_of_states=states.number_of_states)
-    for name in ("conv_states", "recurrent_states"):
-        values = getattr(states, name).items()
-        setattr(new, name, {place: None if value is None else change(value) for place, value in values})
-    _describe(new, states)
+    new = copy(states)
+    for name, value in vars(states).items():
+        if isinstance(value, dict):
+            vars(new)[name] = {place: _copied(one, rows) for place, one in value.items()}
     return new
 
 
+def _copied(value: Any, rows: list[int] | None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.clone() if rows is None else rows_of(value, rows)
+
+
 def _put(states: LinearAttentionLayer, new: LinearAttentionLayer, rows: list[int], count: int) -> None:
-    """Replace these rows of `states`, which has `count` rows or is empty."""
+    """Replace these rows of `states`, which has `count` rows or is empty, and take over what `new` knows of them."""
     for old, values in ((states.conv_states, new.conv_states), (states.recurrent_states, new.recurrent_states)):
         for place, value in values.items():
             if value is not None:
@@ -362,14 +351,8 @@ def _put(states: LinearAttentionLayer, new: LinearAttentionLayer, rows: list[int
                 old[place] = tensor = value.new_zeros(count, *value.shape[1:]) if tensor is None else tensor
                 for row, own in zip(rows, value, strict=True):
                     tensor[row] = own
-    _describe(states, new)
-
-
-def _describe(states: LinearAttentionLayer, like: LinearAttentionLayer) -> None:
-    """Give `states` what another layer knows of its tensors; in a form that torch 2.11 traces."""
-    for name in ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state"):
-        setattr(states, name, dict(getattr(like, name)))
-    states.conv_kernel_size, states.dtype, states.device = dict(like.conv_kernel_size), like.dtype, like.device
+    own = {"conv_states": states.conv_states, "recurrent_states": states.recurrent_states}
+    vars(states).update(vars(new) | own)
 
 
 _ONE_BY_ONE: dict[type, bool] = {}
@@ -386,8 +369,7 @@ def _reads_one_by_one(kind: type, call: Call, states: LinearAttentionLayer, inpu
         other.recurrent_states = {
             key: None if value is None else 100 * value + 1 for key, value in other.recurrent_states.items()
         }
-        plain, changed = (each(call(start, two), torch.clone) for start in (copied(states), other))
-        pairs = zip(plain, changed, strict=True) if isinstance(plain, tuple) else [(plain, changed)]
+        plain, changed = (tree_leaves(tree_map(torch.clone, call(start, two))) for start in (copied(states), other))
         has_recurrent = any(value is not None for value in states.recurrent_states.values())
-        _ONE_BY_ONE[kind] = has_recurrent and all(torch.equal(a, b) for a, b in pairs)
+        _ONE_BY_ONE[kind] = has_recurrent and all(map(torch.equal, plain, changed))
     return _ONE_BY_ONE.get(kind, False)

@@ -25,7 +25,7 @@ from draftsmith.eval.forecast.expected_rounds import (
     replay,
     retrieved,
 )
-from draftsmith.eval.forecast.hardware import costs_parts, depth_of, measure_hardware, pass_costs, timeable
+from draftsmith.eval.forecast.hardware import depth_of, measure_hardware, pass_costs, timeable
 from draftsmith.eval.forecast.profile import CostModel, ForecastRow, numbers
 from draftsmith.eval.settings import PairSettings
 from draftsmith.eval.teacher_forced import (
@@ -134,8 +134,8 @@ def forecast(
         count = fastest_threads(target, list(prompts[0]))
     with threads(count):
         timed = progress and hardware is None
-        with stage("timing the passes of each drafter", costs_parts(drafters), shown=timed) as done:
-            known = hardware or pass_costs(target, drafters, prompts[0], done)
+        with stage("timing the passes of each drafter", shown=timed):
+            known = hardware or pass_costs(target, drafters, prompts[0])
         parts = [_at(target, drafters, prompts, settings, known, t, progress) for t in settings.temperatures]
         where = environment()
     best = [entry for part in parts for entry in part.best]

@@ -16,7 +16,7 @@ from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.policies import Chain, Policy
-from draftsmith.decode.profiling import measure_costs, parts
+from draftsmith.decode.profiling import measure_costs
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence, Round
 from draftsmith.decode.target import TransformersTarget
@@ -70,21 +70,15 @@ def pass_costs(
     target: PreTrainedModel,
     drafters: dict[str, Drafter],
     prompt: Sequence[int] = (),
-    done: Callable[[], None] = lambda: None,
 ) -> dict[str, Costs]:
     """Return the costs by which passes are padded: of the target alone, by the key '', and with each timed drafter.
 
-    `prompt`: tokens that the passes read. `done` is called `costs_parts` times.
+    `prompt`: tokens that the passes read.
     """
-    alone = measure_costs(target, text=prompt, done=done)
+    alone = measure_costs(target, text=prompt)
     # All passes use the same padding: measured separately, noise may change the padding of a width.
-    options: dict[str, Any] = {"verify": alone.verify, "text": prompt, "done": done}
+    options: dict[str, Any] = {"verify": alone.verify, "text": prompt}
     return {"": alone} | {name: measure_costs(target, one, **options) for name, one in _computing(drafters).items()}
-
-
-def costs_parts(drafters: dict[str, Drafter]) -> int:
-    """Return the number of parts of `pass_costs`."""
-    return parts() + sum(parts(drafter, verify=False) for drafter in _computing(drafters).values())
 
 
 def _computing(drafters: dict[str, Drafter]) -> dict[str, Drafter]:

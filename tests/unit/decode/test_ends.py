@@ -115,7 +115,7 @@ def test_drafts_end_before_the_last_token_of_a_text(count: int, tiny_target: Lla
 
 
 def test_policies_learn_nothing_from_a_draft_inside_which_the_text_ends(tiny_target: LlamaForCausalLM) -> None:
-    costs = measure_costs(tiny_target, widest=8)
+    costs = measure_costs(tiny_target)
     eos = SpeculativeDecoder(tiny_target).generate(PROMPTS[0], max_new_tokens=3, eos_token_id=None).tokens[1]
     for policy in (AdaptiveChain(costs), OptimalTree(costs)):
         decoder = SpeculativeDecoder(tiny_target, DraftModel(make_llama()), policy=policy)

@@ -36,13 +36,13 @@ def test_measured_passes_read_different_tokens(text: list[int]) -> None:
     """A mixture of experts reads as many weights as in decoding; for one repeated token it would read few."""
     model = make_llama()
     passes = reading(model)
-    measure_costs(model, EarlyExit(model, layers=1), widest=16, text=text)
+    measure_costs(model, EarlyExit(model, layers=1), text=text)
     wide = [tokens for tokens in passes if len(tokens) in (8, 16)]
     assert wide
     assert sum(len(set(tokens)) for tokens in wide) > 0.75 * sum(map(len, wide))
     passes.clear()
     model.config.image_token_id = 9  # the placeholder of an image, for which these passes have no states
-    measure_costs(model, widest=4, text=[3, 9, 4, 7, 70, 1, 5])
+    measure_costs(model, text=[3, 9, 4, 7, 70, 1, 5])
     assert {token for tokens in passes for token in tokens} == {3, 4, 5, 7}, "nor special tokens"
 
 
