@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -178,7 +178,9 @@ class Attention:
         chunked = "chunked_attention" in (kinds or ())
         if chunked:
             window, chains = config.attention_chunk_size, masked  # flash attention would ignore chunks
-        slides = window is not None and (not SLIDING.isdisjoint(kinds) if kinds else _all_slide(config))
+        # All layers slide in a config without `layer_types`, unless `use_sliding_window` is False.
+        some_slide = not SLIDING.isdisjoint(kinds) if kinds else getattr(config, "use_sliding_window", True)
+        slides = window is not None and some_slide
         mixed = slides and kinds is not None and not FULL.isdisjoint(kinds)
         configs = tuple(map(vars, configs_of(model, own))) if {chains, masked} != {own} else ()
         return cls(window if slides else None, chunked, mixed, chains, masked, own, configs, native)
@@ -249,11 +251,6 @@ def _by_kind(full: Any, sliding: Any) -> dict[str, Any]:
     """Return the masks by layer type; recurrent and convolution layers have none."""
     masks = {"linear_attention": None, "conv": None}
     return {**masks, **dict.fromkeys(FULL, full), **dict.fromkeys(SLIDING, sliding)}
-
-
-def _all_slide(config: PreTrainedConfig) -> bool:
-    """Return whether all layers slide in a config without `layer_types`: unless `use_sliding_window` is False."""
-    return getattr(config, "use_sliding_window", True)
 
 
 def chain_mask(start: int, count: int, device: torch.device) -> Tensor:

@@ -76,6 +76,7 @@ class PassGraphs:
     def __init__(self, model: PreTrainedModel, rows: int, slots: int) -> None:
         parameter = next(model.parameters())
         self.rows, self.slots, self._device, self._dtype = rows, slots, parameter.device, parameter.dtype
+        self.form = (rows, slots, parameter.device, parameter.dtype)
         self.cache = RollbackCache(model.config, rows, parameter.device, slots, fixed=True)
         self.attention, self.scales = Attention.of(model), QueryScales(model)
         accepted = signature(model.forward).parameters
@@ -84,11 +85,6 @@ class PassGraphs:
         self.seen: dict[int, Tensor] = {}
         self._hooks: dict[int, Callable] = {}
         self._graphs: dict[tuple, Graph] = {}
-
-    def fits(self, model: PreTrainedModel, rows: int, slots: int) -> bool:
-        parameter = next(model.parameters())
-        wanted = (rows, slots, parameter.device, parameter.dtype)
-        return (self.rows, self.slots, self._device, self._dtype) == wanted
 
     @contextmanager
     def watching(self, modules: dict[int, Watched]) -> Iterator[None]:
@@ -224,7 +220,9 @@ def take_graphs(model: PreTrainedModel, rows: int, longest: int) -> PassGraphs:
     with _FREE_LOCK:
         _TAKEN += 1
         free = _FREE.setdefault(model, [])
-        passes = next((passes for passes in free if passes.fits(model, rows, slots)), None)
+        parameter = next(model.parameters())
+        form = (rows, slots, parameter.device, parameter.dtype)
+        passes = next((passes for passes in free if passes.form == form), None)
         if passes is not None:
             free.remove(passes)
     if passes is None:
