@@ -36,8 +36,8 @@ CONTEXT, DRAFT = 6, 3
 """Tokens before a draft, and of the chain from its root on; fewer before it in a shorter context."""
 ROUNDS = ((1, 2), (1, 1))
 """Committed tokens of two texts in each round."""
-MANY_ROUNDS = ((1, 2), (3, 2), (3, 3), (3, 1), (3, 3), (3, 2), (3, 2), (3, 2), (1, 3))
-"""More than a mixer, or a copied cache, reads again in one pass."""
+MANY_ROUNDS = ((1, 2), (2, 1), *[(2, 2)] * 7, (3, 2), (1, 3))
+"""More than a mixer, or a copied cache, reads again in one pass; most drafts are discarded in part."""
 
 
 def why_wrong(gap: Callable[[], float], model: PreTrainedModel, where: str = "") -> str:

@@ -212,3 +212,12 @@ def test_a_compiled_target_is_run_as_it_is(
             decoder = SpeculativeDecoder(target, drafter, compile=on)
         outs = decoder.generate_batch(prompts, max_new_tokens=NEW_TOKENS)
         assert [out.tokens for out in outs] == texts
+
+
+def test_keyword_arguments_of_another_name_are_refused(tiny_target: LlamaForCausalLM) -> None:
+    unknown: dict[str, Any] = {"max_tokens": 3}
+    for call in (SpeculativeDecoder(tiny_target).generate, SpeculativeDecoder(tiny_target).generate_batch):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'max_tokens'; expected max_new_tokens, "):
+            call([3, 4], **unknown)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'compiled'; expected costs, compile, invariant"):
+        SpeculativeDecoder(tiny_target, **{"compiled": True})

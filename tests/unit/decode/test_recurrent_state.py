@@ -64,7 +64,15 @@ def inputs_of_other_rows(old: Tensor | None, new: Tensor, before: list[int]) -> 
     return JOINED(None if old is None else old.flip(0), new, before)
 
 
-KEEP, COPIED, JOINED = Mixer.keep, recurrent_state.copied, recurrent_state._joined
+def keeps_old_states(self: Mixer, call: Any, inputs: Any, lengths: list[int]) -> Any:
+    """Where the saved states move on; prompts are shorter."""
+    saved = COPIED(self._saved)
+    outputs = ADVANCE(self, call, inputs, lengths)
+    self._saved = saved if max(lengths) >= MOST_AGAIN else self._saved
+    return outputs
+
+
+KEEP, ADVANCE, COPIED, JOINED = Mixer.keep, Mixer._advance, recurrent_state.copied, recurrent_state._joined
 
 
 @pytest.mark.parametrize(
@@ -72,6 +80,7 @@ KEEP, COPIED, JOINED = Mixer.keep, recurrent_state.copied, recurrent_state._join
     [
         (Mixer, "keep", keeps_the_draft, 1),
         (Mixer, "keep", one_token_less, 1),
+        (Mixer, "_advance", keeps_old_states, 1),
         (recurrent_state, "copied", without_convolutions, 1),
         (recurrent_state, "copied", of_other_rows, 2),
         (recurrent_state, "_joined", inputs_of_other_rows, 2),
