@@ -6,10 +6,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from runpy import run_path
+from typing import Any
 
 import pytest
 import torch
 
+from draftsmith.distill.load_target import load_target
+from draftsmith.heads import HEADS
+from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.train.progress import PARTS
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
@@ -100,3 +104,51 @@ def test_batches(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert len(rows) == 5 + 10
     assert len(set(rows)) == len(rows)
     assert "\nbatch 3: on-policy sampling " in printed
+
+
+@pytest.mark.parametrize(
+    ("package", "kind", "options", "pairs"),
+    [
+        (
+            "flashspec",
+            "draft_model",
+            {"init": "target_layers"},
+            [
+                ("gamma 4", "transformers, assisted"),
+                ("gamma 4", "flashspec"),
+                ("hybrid, adaptive", "flashspec, its default"),
+            ],
+        ),
+        ("dflash", "dflash", {"block_size": 4}, [("DFlash", "the dflash package")]),
+        ("dflash", "dflash", {"block_size": 4, "trained_mask": True}, [("DFlash", "the dflash package")]),
+        ("economize", "eagle3", {}, [("EAGLE-3", "economize")]),
+    ],
+)
+def test_decoding_peers(
+    package: str,
+    kind: str,
+    options: dict[str, Any],
+    pairs: list[tuple[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """Greedy texts of both sides are the same; the script fails where they differ."""
+    pytest.importorskip(package)
+    target = load_target("embedded").model
+    drafter, made_for = HEADS[kind].from_target(target, **options), describe_target(target, None, "embedded")
+    save_drafter(drafter, tmp_path / "drafter", target=made_for, recipe=None, draft_length=3)
+    sizes = "--prompts 1 --repeats 1 --max-new-tokens 12"
+    printed = output_of("decoding_peers", f"--drafter {tmp_path / 'drafter'} {sizes}", monkeypatch, capsys)
+    for own, peer in pairs:
+        assert re.search(rf"^{own} / {peer}: .*; 1 of 1 texts are the same$", printed, re.MULTILINE), printed
+
+
+def test_decoding_peers_refuses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    target = load_target("embedded").model
+    drafter, made_for = HEADS["medusa"].from_target(target), describe_target(target, None, "embedded")
+    save_drafter(drafter, tmp_path / "drafter", target=made_for, recipe=None, draft_length=3)
+    with pytest.raises(SystemExit, match="--drafter is of type medusa; expected draft_model, dflash or eagle3"):
+        output_of("decoding_peers", f"--drafter {tmp_path / 'drafter'} --prompts 1", monkeypatch, capsys)
