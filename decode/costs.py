@@ -9,13 +9,18 @@ pass is padded to the faster width.
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, TypeAdapter
+
+from draftsmith.errors import ConfigError, reason_of
+from draftsmith.reading import read_json
+from draftsmith.storage import write_json
 
 WORTH_PADDING = 0.95
 """Padding is used where the wider pass takes at most this share of the time; smaller differences are noise."""
@@ -33,10 +38,22 @@ class Costs:
     draft: Annotated[dict[Width, NotNegative], Field(min_length=1)]
     round: float = 0.0
     """Seconds of a round outside its passes; they do not depend on the length of the draft."""
+    first: float = 0.0
+    """Seconds by which the drafter's first pass of a round takes longer than each later one: it reads what was
+    committed, and block drafters compute all of their tokens in it."""
 
     def verify_seconds(self, tokens: int) -> float:
         """Return the seconds of a target pass over `tokens` tokens, padded where that is faster."""
         return interpolated(self._cheapest[0], tokens)
+
+    @property
+    def plain(self) -> float:
+        """Seconds of a round without a draft."""
+        return self.verify_seconds(1) + self.round
+
+    def drafting(self, passes: int, nodes: int = 1) -> float:
+        """Return the seconds of a number of drafter passes over `nodes` nodes each, in one round."""
+        return (self.first if passes else 0.0) + passes * self.draft_seconds(nodes)
 
     def draft_seconds(self, nodes: int) -> float:
         """Return the seconds of a drafter pass over `nodes` nodes, padded where that is faster."""
@@ -55,6 +72,20 @@ class Costs:
     @cached_property
     def _cheapest(self) -> tuple[dict[int, float], dict[int, float]]:
         return _never_falling(self.verify), _never_falling(self.draft)
+
+    def save(self, path: Path) -> None:
+        write_json(path, asdict(self))
+
+    @classmethod
+    def load(cls, path: Path) -> "Costs":
+        """Read a file that `save` wrote; ConfigError for any other file."""
+        try:
+            costs = TypeAdapter(cls).validate_python(read_json(path))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"costs={path} cannot be read ({reason_of(error)}); expected a file of measured costs"
+            ) from error
+        return costs
 
 
 def _never_falling(curve: dict[int, float]) -> dict[int, float]:

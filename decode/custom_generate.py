@@ -21,6 +21,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerateEnc
 
 from draftsmith.decode.cache.rollback import cache_name
 from draftsmith.decode.decoder import OnBatchTokens, SpeculativeDecoder
+from draftsmith.decode.fastest import fastest_decoder
 from draftsmith.decode.policies import Policy
 from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.errors import ConfigError
@@ -54,15 +55,16 @@ def as_custom_generate(
 
     Supports greedy and sampled decoding, batches, `num_return_sequences`, and for encoder-decoder models
     `decoder_input_ids` and `encoder_outputs`; no other mode of decoding. The seed comes from torch's global generator,
-    so `torch.manual_seed` makes a text reproducible. transformers passes neither `streamer` nor `tokenizer` to a
+    so `torch.manual_seed` makes a text reproducible, by default on one machine only: see `stored_costs`. transformers passes neither `streamer` nor `tokenizer` to a
     callable: pass the streamer here (one prompt only), and stop strings as a `StopStringCriteria` in
     `stopping_criteria`.
 
     Args:
-        drafter, draft_length, policy, rule: as for `SpeculativeDecoder`.
+        drafter, draft_length, policy, rule: as for `SpeculativeDecoder`; without length and policy, `fastest_decoder`.
         on_output: called with a `DecodeOutput` for each text, which holds rounds, tau and seconds.
     """
-    decoders: dict[int, SpeculativeDecoder] = {}
+    decoders: dict[tuple[int, int], SpeculativeDecoder] = {}
+    """By model and number of texts."""
 
     def custom_generate(
         model: PreTrainedModel,
@@ -75,16 +77,18 @@ def as_custom_generate(
     ) -> Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
         encodes = model.config.is_encoder_decoder
         _refuse_others(generation_config, model_kwargs, encodes=encodes)
-        if id(model) not in decoders:
-            decoders[id(model)] = SpeculativeDecoder(
-                model, drafter, draft_length=draft_length, policy=policy, rule=rule
-            )
+        key = id(model), len(input_ids)
+        if key not in decoders:
+            if draft_length is None and policy is None:
+                decoders[key] = fastest_decoder(model, drafter, rule=rule, texts=len(input_ids))
+            else:
+                decoders[key] = SpeculativeDecoder(model, drafter, draft_length=draft_length, policy=policy, rule=rule)
         eos, length, criteria = _split(stopping_criteria)
         given: dict[str, Any] = {"input_ids": input_ids}
         if encodes:
             given = _encoded(input_ids, inputs_tensor, model_kwargs)
         on_tokens = None if streamer is None else _to(streamer, input_ids)
-        outputs = decoders[id(model)].generate_batch(
+        outputs = decoders[key].generate_batch(
             **given,
             attention_mask=None if encodes else model_kwargs.get("attention_mask"),
             max_new_tokens=max(1, length - input_ids.shape[1]),

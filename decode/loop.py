@@ -279,7 +279,12 @@ class DecodeLoop:
         for text, draft, builder, result in zip(self.texts, drafts, builders, results, strict=True):
             retrieved = len(draft) > 0 and not builder.tokens
             slots.append([] if retrieved else builder.read_slots(result.path))
-            if text.policy is not None and text.policy.learns and not retrieved and result.next_token != NOT_DRAWN:
+            if text.policy is None or not text.policy.learns or result.next_token == NOT_DRAWN:
+                continue
+            if retrieved:
+                greedy = self._processors.greedy
+                text.policy.observe_retrieved(builder.found, len(draft), result.accepted, greedy=greedy)
+            else:
                 text.policy.observe(builder, draft, result)
         return slots
 

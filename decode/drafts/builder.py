@@ -98,6 +98,8 @@ class DraftBuilder:
         """For each node of the draft, its index among its siblings."""
         self.estimates: dict[int, float] = {}
         """By node, the drafter's own estimate that the next token is accepted; see `Drafter.confidences`."""
+        self.found = 0
+        """Number of retrieved tokens, of which the policy may keep fewer, see `Policy.retrieved`."""
         self.passes = 0
         """Forward passes of the drafter, for policies that count them."""
         self._drawing: Drawing | None = None

@@ -45,14 +45,16 @@ class Proposer:
             draws: None: the likeliest tokens are chosen.
             committed: the tokens of the texts, where a processor reads them.
         """
-        retrieved = self._retrieved(rooms)
+        found = self._retrieved(rooms)
+        retrieved = [self._worth(text, draft) for text, draft in zip(texts, found, strict=True)]
         if (most := self.drafter.max_draft_length) is not None:  # a limit of its logits, not of retrieval
             rooms = rooms.map(lambda room: room - (room - most) * (room > most))
         if self.length is not None and all(draft is None for draft in retrieved) and max(rooms) > 0:
             return self.chains([text.number for text in texts], rooms, draws, committed), []
         builders = []
-        for text, room in zip(texts, rooms, strict=True):
+        for text, room, draft in zip(texts, rooms, found, strict=True):
             builders.append(DraftBuilder(text, room, self.processors, self.shared))
+            builders[-1].found = 0 if draft is None else len(draft)
         policies = [text.policy for text in texts]
         drafts = propose(self.drafter, policies, builders, retrieved, draws, committed)
         return DraftBatch.of(drafts, rooms.device), builders
@@ -62,6 +64,13 @@ class Proposer:
         if type(self.drafter).retrieve is Drafter.retrieve:
             return [None for _ in rooms]
         return [self.drafter.retrieve(row, room) if room > 0 else None for row, room in enumerate(rooms)]
+
+    def _worth(self, text: DecodeSequence, draft: Draft | None) -> Draft | None:
+        """Return what the text's policy keeps of a retrieved draft; None where it is to build one."""
+        if draft is None or not draft.tokens or text.policy is None:
+            return draft
+        kept = text.policy.retrieved(draft, greedy=self.processors.greedy)
+        return kept if kept.tokens else None
 
     def chains(
         self, numbers: Sequence[int], rooms: Counts, draws: Draws | None, committed: CommittedTokens | None

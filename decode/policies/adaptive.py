@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from typing import ClassVar, Self
 
 from draftsmith.decode.costs import Costs
@@ -31,6 +32,14 @@ FADING = 0.99
 """Weight of earlier observations in the acceptance at a depth, per observation."""
 MEMORY = 0.97
 """Weight of earlier rounds in the running speed, per round: about the last thirty rounds count."""
+PATIENCE, MOST_PATIENCE = 4, 64
+"""Rounds without a draft after which one token is drafted, to learn; their number doubles while that does not pay."""
+PERFECT = 0.9
+"""Acceptance probability that drafters hardly exceed; `AdaptiveChain.may_pay` decides with it for a whole batch."""
+GAINS = 10
+"""Number of rounds that the mean gain of the drafter's drafts is over."""
+COPIED = {True: 0.8, False: 0.5}
+"""Prior acceptance of retrieved tokens, by whether decoding is greedy; it counts for `PRIOR` tokens."""
 
 
 class Calibration:
@@ -103,14 +112,35 @@ class Survival:
         self._expected[depth - 1] = FADING * self._expected[depth - 1] + product
 
 
+class Copied:
+    """Acceptance rate of retrieved tokens by the length of the draft, which follows from that of the match."""
+
+    def __init__(self, prior: float) -> None:
+        self._prior = prior
+        self._seen: dict[int, tuple[float, float]] = {}
+
+    def rate(self, length: int) -> float:
+        """Return the acceptance rate of a token of a retrieved draft of `length` tokens, given those before it."""
+        accepted, tested = self._seen.get(length.bit_length(), (0.0, 0.0))
+        return (accepted + PRIOR * self._prior) / (tested + PRIOR)
+
+    def observe(self, length: int, verified: int, accepted: int) -> None:
+        """Add an observation: of `length` retrieved tokens some were verified, and some of these accepted."""
+        before, tested = self._seen.get(length.bit_length(), (0.0, 0.0))
+        now, total = before + accepted, tested + min(accepted + 1, verified)
+        fading = min(1.0, MOST_COUNTED / total)
+        self._seen[length.bit_length()] = (fading * now, fading * total)
+
+
 class Speed:
     """Running lambda: tokens per second over the last rounds, with seconds from `Costs`."""
 
     def __init__(self, costs: Costs, acceptance: float = 0.7) -> None:
         tokens = 1 + 2 * acceptance
-        seconds = costs.round + 2 * costs.draft_seconds(1) + costs.verify_seconds(3)
+        seconds = costs.round + costs.drafting(2) + costs.verify_seconds(3)
         # Starts as after four rounds with two draft tokens each.
         self._tokens, self._seconds = 4 * tokens, 4 * seconds
+        self._plain = costs.plain
 
     def observe(self, tokens: float, seconds: float) -> None:
         self._tokens = MEMORY * self._tokens + tokens
@@ -118,7 +148,8 @@ class Speed:
 
     @property
     def tokens_per_second(self) -> float:
-        return self._tokens / self._seconds
+        """Of the last rounds, or of rounds without drafts if those are faster: a plan with less is none."""
+        return max(self._tokens / self._seconds, 1 / self._plain)
 
 
 class Experience:
@@ -136,6 +167,35 @@ class Experience:
             priors = [lambda c: 0.5 + 0.5 * c, lambda c: 0.15 * (1 - c), lambda c: 0.05 * (1 - c)]
         self._by_rank = [Calibration(prior) for prior in priors]
         self.survival = Survival()
+        self.copied = Copied(COPIED[greedy])
+        self.gain = 0.0
+        """Running mean of what a draft of the drafter gained: its accepted tokens, less the tokens of its seconds."""
+        self._idle, self._patience = 0, PATIENCE
+
+    @property
+    def curious(self) -> bool:
+        """Whether enough rounds had no draft to try one."""
+        return self._idle >= self._patience
+
+    def drafted(self, tokens: int, gain: float) -> None:
+        """Count a round with this number of drafted tokens, and what it gained, see `gain`."""
+        self.gain += (gain - self.gain) / GAINS
+        if tokens == 0:
+            self._idle += 1
+        elif not self.curious:
+            self._idle, self._patience = 0, PATIENCE
+        elif gain > 0:  # another one at once
+            self._idle = self._patience = PATIENCE
+        else:
+            self._idle, self._patience = 0, min(2 * self._patience, MOST_PATIENCE)
+
+    def ahead(self, survival: float, start: int) -> Callable[[int], float]:
+        """Return the probability that a path is accepted up to a depth; up to `start`, its tokens' rates are known.
+
+        `survival`: the product of these rates; further tokens have the mean rate.
+        """
+        mean = self.first.mean
+        return lambda depth: self.survival.rate(survival * mean ** (depth - start), depth)
 
     def rank(self, rank: int) -> Calibration:
         """Return the calibration of first children, second children, or all others.
@@ -157,11 +217,13 @@ class Planned(Policy):
     costs: Costs
     explores: bool = field(default=False, kw_only=True)
     """Draft deeper than is fastest, to learn; see `SpeculativeDecoder.calibrate`."""
+    texts: int = field(default=1, kw_only=True)
+    """Number of texts that are decoded together; `costs` are the share of each."""
     experience: dict[bool, Experience] = field(default_factory=dict, repr=False, kw_only=True)
     """By whether decoding is greedy. Each text starts with a copy, see `fresh`."""
 
     def __post_init__(self) -> None:
-        require_counts(self, *(one.name for one in fields(self) if one.type in (int, "int")))
+        require_counts(self, *(one.name for one in fields(self) if one.type in (int, "int") and not one.kw_only))
         for greedy in (False, True):
             self.experience.setdefault(greedy, Experience(self.costs, greedy=greedy))
 
@@ -171,32 +233,61 @@ class Planned(Policy):
 
 @dataclass
 class AdaptiveChain(Planned):
-    """A chain that continues while the next token increases the expected tokens per second.
+    """A chain that continues while the next token increases the expected tokens per second; often it is empty.
 
     Before the drafter's step, acceptance is estimated from earlier rounds; after the step, whose cost is then spent,
-    from the maximum of q. Both decisions are made before the token is drawn.
+    from the maximum of q. Both decisions are made before the token is drawn. Where no draft pays, one token is drafted
+    from time to time to learn whether that is still so. A retrieved draft is cut where its next token does not pay, and
+    gives way to the drafter's own drafts where these have gained more.
     """
 
     branches: ClassVar[bool] = False
     draft_length: int = 16
 
+    def may_pay(self, *, retrieved: bool) -> bool:
+        """Return whether some draft pays if each of its tokens is accepted with probability `PERFECT`.
+
+        `retrieved`: drafts may be retrieved, which costs nothing.
+        """
+        speed, depths = 1 / self.costs.plain, range(1, self.draft_length + 1)
+        copies = accumulate(PERFECT**depth - speed * self.texts * self._check(depth) for depth in depths)
+        return (retrieved and max(copies) > 0) or self._pays(speed, depths, lambda depth: PERFECT**depth)
+
+    def _check(self, depth: int) -> float:
+        """Return the seconds that a verification takes longer with a token at this depth."""
+        return self.costs.verify_seconds(depth + 1) - self.costs.verify_seconds(depth)
+
+    def _pays(self, speed: float, depths: range, rate: Callable[[int], float], *, drafted: bool = False) -> bool:
+        """Return whether a draft that ends at some of these depths is worth the seconds of its tokens there.
+
+        The first tokens alone may not be worth it: a pass over two tokens can take as long as one over eight.
+
+        Args:
+            rate: the probability that the tokens up to a depth are accepted.
+            drafted: the drafter's pass for the first of them is over.
+        """
+        step = self.costs.draft_seconds(1)
+        gain = speed * step if drafted else -speed * self.costs.first if depths.start == 1 else 0.0
+        for depth in depths:
+            gain += rate(depth) - speed * (step + self._check(depth))
+            if gain >= 0:
+                return True
+        return False
+
     def grow(self, builder: DraftBuilder) -> Growing:
         experience = self.experience[builder.greedy]
-        node, survival, speed = ROOT, 1.0, experience.speed.tokens_per_second
-        while (depth := builder.depth(node)) < min(self.draft_length, builder.room):
-            check = self.costs.verify_seconds(depth + 2) - self.costs.verify_seconds(depth + 1)
-            step = self.costs.draft_seconds(1) + check
-            explores = self.explores and depth < EXPLORED
-            if (
-                depth > 0
-                and not explores
-                and experience.survival.rate(survival * experience.first.mean, depth + 1) < speed * step
-            ):
+        speed = experience.speed.tokens_per_second
+        node, survival, most = ROOT, 1.0, min(self.draft_length, builder.room)
+        while (depth := builder.depth(node)) < most:
+            explores = (self.explores and depth < EXPLORED) or (depth == 0 and experience.curious)
+            depths = range(depth + 1, most + 1)
+            if not explores and not self._pays(speed, depths, experience.ahead(survival, depth)):
                 break
             look: Look = yield Read([node])
-            confidence = look.values[0][0]
+            builder.passes += 1
+            confidence = builder.estimates.get(node, look.values[0][0])
             survival *= experience.first.rate(confidence)
-            if depth > 0 and not explores and experience.survival.rate(survival, depth + 1) < speed * check:
+            if not explores and not self._pays(speed, depths, experience.ahead(survival, depth + 1), drafted=True):
                 break
             child = yield from builder.follow(look)
             if child is None:
@@ -206,14 +297,33 @@ class AdaptiveChain(Planned):
             node = child
         return builder.draft()
 
+    def retrieved(self, draft: Draft, *, greedy: bool) -> Draft:
+        # Other texts of a batch seldom have a match in the same round, and are padded to this one's draft.
+        experience = self.experience[greedy]
+        if not draft.is_chain:
+            return draft
+        rate, speed = experience.copied.rate(len(draft)), experience.speed.tokens_per_second
+        gain, best, kept = 0.0, max(experience.gain, 0.0), 0
+        for depth in range(1, len(draft) + 1):
+            gain += rate**depth - speed * self.texts * self._check(depth)
+            if gain > best:
+                best, kept = gain, depth
+        return draft.keep([*range(kept)])
+
+    def observe_retrieved(self, length: int, verified: int, accepted: int, *, greedy: bool) -> None:
+        experience = self.experience[greedy]
+        experience.copied.observe(length, verified, accepted)
+        experience.speed.observe(accepted + 1, self.costs.verify_seconds(verified + 1) + self.costs.round)
+
     def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
         experience = self.experience[builder.greedy]
         for confidence, overlap in zip(builder.confidence, result.overlap, strict=False):
             experience.first.observe(confidence, overlap)
         for place, survival in enumerate(builder.survival):
             experience.survival.observe(survival, place + 1, place < result.accepted)
-        steps = max(len(draft), 1)
-        seconds = steps * self.costs.draft_seconds(1) + self.costs.verify_seconds(len(draft) + 1) + self.costs.round
+        seconds = self.costs.drafting(builder.passes) + self.costs.verify_seconds(len(draft) + 1) + self.costs.round
+        speed = experience.speed.tokens_per_second
+        experience.drafted(len(draft), result.accepted - speed * (seconds - self.costs.plain))
         experience.speed.observe(result.accepted + 1, seconds)
 
     def __str__(self) -> str:
@@ -332,7 +442,7 @@ class OptimalTree(Planned):
             if parent in reached:
                 experience.rank(builder.ranks[node]).observe(builder.confidence[node], float(node in accepted))
         width = max(1, len(draft) // max(builder.passes, 1))
-        seconds = self.costs.verify_seconds(len(draft) + 1) + builder.passes * self.costs.draft_seconds(width)
+        seconds = self.costs.drafting(builder.passes, width) + self.costs.verify_seconds(len(draft) + 1)
         seconds += self.costs.round
         experience.speed.observe(result.accepted + 1, seconds)
 

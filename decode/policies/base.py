@@ -58,6 +58,13 @@ class Policy:
         """Build the draft of one text, at most `builder.room` >= 1 levels deep."""
         raise NotImplementedError
 
+    def retrieved(self, draft: Draft, *, greedy: bool) -> Draft:
+        """Return the first tokens of a retrieved draft, those to verify; an empty draft: `grow` builds one instead."""
+        return draft
+
+    def observe_retrieved(self, length: int, verified: int, accepted: int, *, greedy: bool) -> None:
+        """Learn from a retrieved draft of `length` tokens, the first of which were verified."""
+
     def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
         """Learn from the verification of a draft that `grow` built in `builder`. Called for policies that learn."""
 

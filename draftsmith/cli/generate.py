@@ -9,6 +9,7 @@ from rich.text import Text
 
 from draftsmith.cli.options import measuring, suggest
 from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.decode.fastest import fastest_decoder
 from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.detokenize import IncrementalText
@@ -75,14 +76,6 @@ def stream(
     tokenizer, drafter = session.tokenizer, next(iter(session.drafters.values()), None)
     (temperature,) = settings.temperatures
     console, log = Terminal(soft_wrap=True), Terminal(stderr=True)
-    decoder = SpeculativeDecoder(
-        session.target,
-        drafter,
-        draft_length=draft_length,
-        policy=next(iter(settings.policies), None),
-        rule=settings.rule,
-        **settings.passes,
-    )
     encoder_decoder = session.target.config.is_encoder_decoder
     ids, inputs = tokenizer(prompt)["input_ids"], None
     if asked is not None:
@@ -103,6 +96,12 @@ def stream(
         _interruptible(console),
         threads(fastest_threads(session.target, ids[-PROBE_PROMPT:], PROBE_TOKENS)),
     ):
+        policy, rule = next(iter(settings.policies), None), settings.rule
+        if draft_length is None and policy is None:
+            decoder = fastest_decoder(session.target, drafter, rule=rule, **settings.passes)
+        else:
+            plan = {"draft_length": draft_length, "policy": policy, "rule": rule}
+            decoder = SpeculativeDecoder(session.target, drafter, **plan, **settings.passes)
         out = decoder.generate(
             ids,
             inputs=inputs,
