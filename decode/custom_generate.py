@@ -55,9 +55,9 @@ def as_custom_generate(
 
     Supports greedy and sampled decoding, batches, `num_return_sequences`, and for encoder-decoder models
     `decoder_input_ids` and `encoder_outputs`; no other mode of decoding. The seed comes from torch's global generator,
-    so `torch.manual_seed` makes a text reproducible, by default on one machine only: see `stored_costs`. transformers passes neither `streamer` nor `tokenizer` to a
-    callable: pass the streamer here (one prompt only), and stop strings as a `StopStringCriteria` in
-    `stopping_criteria`.
+    so `torch.manual_seed` makes a text reproducible, by default on one machine only: see `stored_costs`. transformers
+    passes neither `streamer` nor `tokenizer` to a callable: pass the streamer here (one prompt only), and stop strings
+    as a `StopStringCriteria` in `stopping_criteria`.
 
     Args:
         drafter, draft_length, policy, rule: as for `SpeculativeDecoder`; without length and policy, `fastest_decoder`.
@@ -77,9 +77,10 @@ def as_custom_generate(
     ) -> Tensor | GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
         encodes = model.config.is_encoder_decoder
         _refuse_others(generation_config, model_kwargs, encodes=encodes)
-        key = id(model), len(input_ids)
+        chosen = draft_length is not None or policy is not None
+        key = id(model), 1 if chosen else len(input_ids)
         if key not in decoders:
-            if draft_length is None and policy is None:
+            if not chosen:
                 decoders[key] = fastest_decoder(model, drafter, rule=rule, texts=len(input_ids))
             else:
                 decoders[key] = SpeculativeDecoder(model, drafter, draft_length=draft_length, policy=policy, rule=rule)

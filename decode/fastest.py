@@ -9,7 +9,7 @@ from typing import Unpack
 from transformers import PreTrainedModel
 
 from draftsmith.decode.costs import Costs
-from draftsmith.decode.decoder import PassSettings, SpeculativeDecoder, turn
+from draftsmith.decode.decoder import PassSettings, SpeculativeDecoder
 from draftsmith.decode.policies import AdaptiveChain
 from draftsmith.decode.profiling import quick_costs
 from draftsmith.errors import ConfigError
@@ -41,7 +41,7 @@ def fastest_decoder(
         return plain
     costs = options.get("costs")
     if costs is None:
-        with turn(target, drafter):
+        with plain._turn(target):
             costs = stored_costs(target, drafter, texts=texts, invariant=options.get("invariant", False))
     policy, retrieves = AdaptiveChain(costs, texts=texts), type(drafter).retrieve is not Drafter.retrieve
     may_retrieve = plain.rule is None or not plain.rule.drawn

@@ -2,9 +2,10 @@
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from typing import ClassVar
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ from transformers import (
 from draftsmith.decode.cache.committed import contexts_of
 from draftsmith.decode.cache.rollback import RollbackLayer
 from draftsmith.decode.costs import Costs
+from draftsmith.decode.drafts.builder import DraftBuilder
 from draftsmith.decode.draws import NOT_DRAWN
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.passes.runner import ModelRunner
@@ -49,8 +51,10 @@ from draftsmith.decode.policies import (
     OptimalTree,
     Policy,
     SampledTree,
+    adaptive,
 )
 from draftsmith.decode.rules import RULES
+from draftsmith.decode.rules.outcome import VerifyResult
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence, Stops
 from draftsmith.decode.target import TransformersTarget
@@ -254,26 +258,60 @@ def test_drafts_longer_than_the_text_that_is_left(policy: Policy, count: int) ->
 
 
 STEEP, SHALLOW = Costs({1: 1.0, 8: 4.5}, {1: 0.1}), Costs({1: 1.0, 8: 1.35}, {1: 0.1})
+STEEPER = Costs({1: 1.0, 8: 6.6}, {1: 0.2})
+
+
+class Adaptive(AdaptiveChain):
+    """Notes what it drafts."""
+
+    lengths: ClassVar[set[int]] = set()
+
+    def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
+        self.lengths.add(len(draft))
+        super().observe(builder, draft, result)
+
+
+class Copies(ToyDrafter):
+    """Retrieves a chain after every other text."""
+
+    def retrieve(self, row: int, room: int) -> Draft | None:
+        odd = len(self.context.texts[row].tokens) % 2 == 1
+        return Draft.chain([4, 2, 0][:room]) if odd else None
 
 
 @pytest.mark.parametrize(
-    "policy", [AdaptiveChain(STEEP, 3), OptimalTree(SHALLOW, size=1000, depth=2, top_k=2)], ids=str
+    ("policy", "kind"),
+    [
+        *product([Adaptive(STEEP, 3), Adaptive(STEEPER, 3)], [ToyDrafter, Copies]),
+        (OptimalTree(SHALLOW, size=1000, depth=2, top_k=2), ToyDrafter),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("eos", [NO_EOS, frozenset({2})], ids=["no EOS", "EOS"])
-def test_policies_that_learn_are_lossless(policy: Policy, eos: frozenset[int]) -> None:
-    """Their drafts depend on every earlier round, so no histories are merged; those of the first pair are alone."""
+def test_policies_that_learn_are_lossless(
+    policy: Policy, eos: frozenset[int], kind: type[ToyDrafter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their drafts depend on every earlier round, so no histories are merged; those of the first pair are alone.
+
+    Adaptive chains are empty where no draft pays, before and after the drafter was asked, and are tried again soon.
+    """
+    monkeypatch.setattr(adaptive, "PATIENCE", 1)
+    policy = replace(policy, experience={})
+    Adaptive.lengths.clear()
     processors = Processors(TOP_2)
     for seed in range(PAIRS):
-        p, drafter = ToyModel(seed), ToyDrafter(ToyModel(DRAFTER_SEEDS + seed))
+        p, drafter = ToyModel(seed), kind(ToyModel(DRAFTER_SEEDS + seed))
 
         def make(rows: int, p: ToyModel = p, drafter: ToyDrafter = drafter) -> DecodeLoop:
             return DecodeLoop(ToyTarget(p), drafter, policy, [text_of(PROMPT, 5, eos) for _ in range(rows)], processors)
 
         actual = whole_runs_together(make, 1 if seed == 0 else TOGETHER)
         assert total_variation(actual, target_alone(p.logits, PROMPT, 5, processors, eos)) < EXACT, f"pair {seed}"
+    if isinstance(policy, Adaptive):
+        assert {0, 1} <= Adaptive.lengths
 
 
-@pytest.mark.parametrize("policy", [Chain(2), DRAWN_TREES[0], CHOSEN_TREES[0]], ids=str)
+@pytest.mark.parametrize("policy", [Chain(2), DRAWN_TREES[0], CHOSEN_TREES[0], AdaptiveChain(SHALLOW, 2)], ids=str)
 def test_texts_of_a_batch_are_lossless_and_independent(policy: Policy) -> None:
     """The joint distribution is a product of the target's, although texts share passes and end in different rounds."""
     p, drafter, processors = ToyModel(5), ToyDrafter(ToyModel(DRAFTER_SEEDS + 5)), Processors(TOP_2)
