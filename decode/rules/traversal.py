@@ -59,9 +59,9 @@ def traversal_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Decided:
         open_B = open_B & ~accepted_B
         left_B = (weight_B[:, None].to(p_BV.dtype) * p_BV - q_BV).clamp_min_(0).sum(-1).double()
         rest_BV = residual(p_BV, q_BV, weight_B)
-        rejected_B = active_B & ~accepted_B
-        _put(p_BPV, rows, place, rest_BV / rest_BV.sum(-1, keepdim=True), rejected_B)
-        _put(weight_BP, rows, place, ratio(left_B, left_B + 1 - weight_B), rejected_B)
+        # A text that has accepted a path takes nothing from its parent any more.
+        _put(p_BPV, rows, place, rest_BV / rest_BV.sum(-1, keepdim=True), active_B)
+        _put(weight_BP, rows, place, ratio(left_B, left_B + 1 - weight_B), active_B)
         if isinstance(sibling, Tensor):
             _put(q_BNV, rows, sibling.clamp_min(0), without(q_BV, token_B1), sibling >= 0)
         elif sibling != NO_NODE:

@@ -64,7 +64,9 @@ def test_results_are_those_of_each_draft_alone(kind: str, rule: str | None) -> N
         widest = 1 + max(map(len, drafts))
         p_BQV = distributions(len(drafts) * widest).unflatten(0, (len(drafts), widest))
         seeds, lengths = [100 * trial + row for row in range(len(drafts))], [5 + row for row in range(len(drafts))]
+        before = p_BQV.clone()
         outcome = verify(chosen_rule, p_BQV, DraftBatch.of(drafts), seeded_draws(seeds, lengths, CPU))
+        assert torch.equal(p_BQV, before), "rules change copies"
         for row, (draft, values) in enumerate(zip(drafts, outcome.packed().tolist(), strict=True)):
             draws = seeded_draws([seeds[row]], [lengths[row]], CPU)
             p_1PV = p_BQV[row : row + 1, : len(draft) + 1]
