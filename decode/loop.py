@@ -20,12 +20,12 @@ from draftsmith.decode.draws import NOT_DRAWN, Draws, MakeDraws, seeded_draws, s
 from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.policies.base import Chain, Policy
-from draftsmith.decode.rules import Rule, verify
-from draftsmith.decode.rules.any_draft import verify_greedy
+from draftsmith.decode.rules import Rule
 from draftsmith.decode.rules.outcome import VerifyResult
-from draftsmith.decode.sampling import Processors, precise
+from draftsmith.decode.sampling import Processors
 from draftsmith.decode.sequence import DecodeSequence, Round
 from draftsmith.decode.target import TransformersTarget
+from draftsmith.decode.verification import decide
 from draftsmith.heads.base import Drafter, Needs
 from draftsmith.heads.draft_tree import ROOT, Draft
 from draftsmith.heads.rows import Counts, Rows, rows_of
@@ -192,28 +192,13 @@ class DecodeLoop:
         return self.draws_of(self._numbers.seeds, self._numbers.lengths, self._device)
 
     def _decided(self, logits_BQV: Tensor, batch: DraftBatch, draws: Draws | None) -> list[VerifyResult]:
-        """Apply the verification rule to all texts, and read the outcome and the drafts in one transfer."""
-        scores_BQV = self._scores(logits_BQV, batch)
-        # Places after which the processors forbid every token.
-        empty_BQ = scores_BQV.isneginf().all(-1) if self._processors.may_empty else None
-        if draws is None:
-            tokens_BQ = scores_BQV.argmax(-1)
-            if empty_BQ is not None:
-                tokens_BQ.masked_fill_(empty_BQ, NOT_DRAWN)
-            rows, Q = torch.cat([tokens_BQ, *batch.packed()], 1).tolist(), tokens_BQ.shape[1]
-            drafts = batch.read([row[Q:] for row in rows])
-            return [verify_greedy(row, draft) for row, draft in zip(rows, drafts, strict=True)]
-        p_BQV = scores_BQV.softmax(-1)
-        if empty_BQ is not None:  # any distribution: a result ends before the token that is drawn from it
-            p_BQV.masked_fill_(empty_BQ[..., None], 1 / p_BQV.shape[-1])
-        outcome = verify(self._rule, p_BQV, batch, draws)
-        empty = [] if empty_BQ is None else [empty_BQ.double()]
-        rows, after = torch.cat([outcome.packed(), *batch.packed(), *empty], 1).tolist(), outcome.columns
-        batch.read([row[after : after + len(batch)] for row in rows])
-        results = [outcome.result(row) for row in rows]
-        if empty_BQ is None:
-            return results
-        return [result.until(row[-empty_BQ.shape[1] :]) for result, row in zip(results, rows, strict=True)]
+        """Return the outcome for each text."""
+
+        def contexts() -> Contexts:
+            assert self._committed is not None, "kept where a processor reads the text"
+            return batch.contexts(self._committed, [text.number for text in self.texts])
+
+        return decide(logits_BQV, batch, draws, self._processors, self._rule, contexts)
 
     def _commit(self, drafts: list[Draft], results: list[VerifyResult], logits_BQV: Tensor) -> list[list[int]]:
         """Commit what was accepted and the tokens after it, and return the new tokens of each text.
@@ -230,17 +215,6 @@ class DecodeLoop:
                 before = contexts_of([text.padding + text.tokens], self._device, text.number)
                 self._processors.raise_empty(logits_BQV[row, place][None], before)
         return new
-
-    def _scores(self, logits_BQV: Tensor, batch: DraftBatch) -> Tensor:
-        """Return the processed logits after every place of every text."""
-        if self._processors.none:
-            return precise(logits_BQV)
-
-        def contexts() -> Contexts:
-            assert self._committed is not None, "kept where a processor reads the text"
-            return batch.contexts(self._committed, [text.number for text in self.texts])
-
-        return self._processors.scores(logits_BQV.flatten(0, 1), contexts).unflatten(0, logits_BQV.shape[:2])
 
     def _take_over(self, paths: Rows, new: Rows) -> None:
         """Hand the target's states over to the drafter, and keep the accepted tokens."""
