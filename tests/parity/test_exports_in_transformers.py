@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from draftsmith import ConfigError, load_drafter
 from draftsmith.decode import decoder as decoder_module
+from draftsmith.heads.retrieval import Hybrid
 
 PROMPT = torch.tensor([[5, 9, 33, 2, 5, 9]])
 LENGTH = 16
