@@ -3,11 +3,12 @@
     python benchmarks/batches.py --drafter DRAFT_MODEL         # the embedded target and a draft model for it
     python benchmarks/batches.py --pair tiny                   # random weights, 0.94 million parameters
 
-Every cell is a batch size, a temperature, logits processors and a kind of prompts: of equal length, or of different
-lengths, padded on the left. The sides decode the same batch, interleaved in one process; the first run is a warm-up and
-is not counted; medians of tokens per second are printed, prefill included. `outside` is 1 - (seconds inside the models'
-forward passes) / (all seconds). With `--cpu-time`, seconds are those of the processor, which on one thread depend less
-on other processes of the machine.
+The drafter is used as a chain of `--gamma` tokens and as `as_custom_generate` does by default. Every cell is a batch
+size, a temperature, logits processors and a kind of prompts: of equal length, or of different lengths, padded on the
+left. The sides decode the same batch, interleaved in one process; the first run is a warm-up and is not counted;
+medians of tokens per second are printed, prefill included. `outside` is 1 - (seconds inside the models' forward passes)
+/ (all seconds). With `--cpu-time`, seconds are those of the processor, which on one thread depend less on other
+processes of the machine.
 
 The last lines compare on-policy sampling, i.e. the target alone at temperature 1 in the largest batch, with training of
 the draft model on the sampled texts: KL over the whole vocabulary, AdamW. Training reads the prompts' tokens too. With
@@ -22,6 +23,7 @@ import statistics
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from datasets import Dataset
@@ -30,6 +32,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, RepetitionPenaltyLogitsProcessor
 
 from draftsmith import SpeculativeDecoder
+from draftsmith.decode.fastest import fastest_decoder
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.heads import DraftModel
@@ -91,7 +94,7 @@ def make_sides(options: argparse.Namespace, target: PreTrainedModel, drafter: Dr
         out = target.generate(ids, attention_mask=mask, max_new_tokens=count, **settings)
         return (out.shape[1] - ids.shape[1]) * len(ids)
 
-    def ours(decoder: SpeculativeDecoder) -> Callable[[Tensor, Tensor, Cell], int]:
+    def ours(decoder_of: Callable[[int], SpeculativeDecoder]) -> Callable[[Tensor, Tensor, Cell], int]:
         def run(ids: Tensor, mask: Tensor, cell: Cell) -> int:
             extra = {
                 "top-p": {"top_p": TOP_P},
@@ -99,13 +102,15 @@ def make_sides(options: argparse.Namespace, target: PreTrainedModel, drafter: Dr
                 "plain": {},
             }[cell.processed]
             settings = {"temperature": cell.temperature, "eos_token_id": None} | extra
-            outputs = decoder.generate_batch(ids, attention_mask=mask, max_new_tokens=count, **settings)
+            outputs = decoder_of(len(ids)).generate_batch(ids, attention_mask=mask, max_new_tokens=count, **settings)
             return sum(len(output.tokens) for output in outputs)
 
         return run
 
-    alone, speculative = SpeculativeDecoder(target), SpeculativeDecoder(target, drafter, draft_length=options.gamma)
-    return {"generate": Side(theirs), "alone": Side(ours(alone)), "speculative": Side(ours(speculative))}
+    alone, chain = SpeculativeDecoder(target), SpeculativeDecoder(target, drafter, draft_length=options.gamma)
+    fastest = cache(lambda texts: fastest_decoder(target, drafter, texts=texts))
+    decoders = {"alone": lambda _: alone, "chain": lambda _: chain, "default": fastest}
+    return {"generate": Side(theirs)} | {name: Side(ours(decoder_of)) for name, decoder_of in decoders.items()}
 
 
 def batch_of(prompts: list[list[int]], cell: Cell) -> tuple[Tensor, Tensor]:
@@ -126,8 +131,8 @@ def compare(options: argparse.Namespace, target: PreTrainedModel, drafter: Draft
         Cell(*values)
         for values in itertools.product(options.batches, options.temperatures, options.processors, options.shapes)
     ]
-    print("                              tokens/s                        x generate          outside the forwards")
-    print("batch  T      logits   prompts  generate  alone  speculative   alone  speculative   generate  alone  spec.")
+    print("tokens/s of each side; then those of all but `generate` relative to it; then seconds outside the forwards")
+    print("batch  T      logits   prompts ", *(f"{name:>8s}" for name in [*names, *names[1:], *names]))
     clock = clock_of(options)
     with timed_forwards(target, drafter.model, clock=clock) as forwards:
         for cell in cells:
@@ -136,7 +141,8 @@ def compare(options: argparse.Namespace, target: PreTrainedModel, drafter: Draft
             for side in sides.values():
                 side.speeds, side.outside = [], []
             for number in range(options.repeats + 1):
-                for name in names[number % 3 :] + names[: number % 3]:
+                first = number % len(names)
+                for name in names[first:] + names[:first]:
                     measure(sides[name], cell, prompts, number, forwards, clock)
             report(cell, sides)
 
@@ -162,15 +168,15 @@ def measure(
 
 
 def report(cell: Cell, sides: dict[str, Side]) -> None:
-    speeds = [statistics.median(side.speeds) for side in sides.values()]
+    theirs = sides["generate"].speeds
+    speeds = [f"{statistics.median(side.speeds):8.0f}" for side in sides.values()]
     ratios = [
-        statistics.median(a / b for a, b in zip(sides[name].speeds, sides["generate"].speeds, strict=True))
-        for name in ("alone", "speculative")
+        f"{statistics.median(a / b for a, b in zip(side.speeds, theirs, strict=True)):8.2f}"
+        for name, side in sides.items()
+        if name != "generate"
     ]
-    outside = [statistics.median(side.outside) for side in sides.values()]
-    columns = [f"{speeds[0]:9.0f} {speeds[1]:6.0f} {speeds[2]:12.0f}", f"{ratios[0]:7.2f} {ratios[1]:12.2f}"]
-    columns.append(f"{outside[0]:10.1%} {outside[1]:6.1%} {outside[2]:6.1%}")
-    print(cell, *columns, flush=True)
+    outside = [f"{statistics.median(side.outside):8.1%}" for side in sides.values()]
+    print(cell, *speeds, *ratios, *outside, flush=True)
 
 
 def sampling_beside_training(
