@@ -85,31 +85,44 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in lines]
 
 
+def question_of(row: dict[str, Any]) -> str:
+    return (row.get("turns") or [row.get("prompt") or row["question"]])[0]
+
+
+def asked(text: str, chats: bool, **more: str) -> str:
+    """Return a prompt's line: a conversation, or text that a base model continues."""
+    prompt = {"messages": [{"role": "user", "content": text}]} if chats else {"prompt": text}
+    return json.dumps({**more, **prompt}) + "\n"
+
+
 def write_prompts(options: argparse.Namespace) -> None:
-    """Write heldout.jsonl, all of it as conversations, and train.jsonl, both kinds of prompts in turn."""
+    """Write heldout.jsonl and train.jsonl, both kinds of training prompts in turn.
+
+    One kind are questions of GSM8K's training set. The other kind is written by the target or, for a base model, which
+    has no chat template, the problems of HumanEval that are not held out.
+    """
     held, train = options.out / "heldout.jsonl", options.out / "train.jsonl"
     if held.exists() and train.exists():
         return
+    target = load_target(options.target, dtype=options.dtype)
+    chats = target.tokenizer.chat_template is not None
     lines = []
     for name, category in HELDOUT.items():
         for row in rows_of(options.prompts / name)[: options.heldout]:
-            turns = row.get("turns") or [row.get("prompt") or row["question"]]
-            messages = [{"role": "user", "content": turns[0]}]
-            lines.append(json.dumps({"category": category, "messages": messages}) + "\n")
+            lines.append(asked(question_of(row), chats, category=category))
     write_text(held, "".join(lines))
-    target = load_target(options.target, dtype=options.dtype)
-    chat = Chat(target.tokenizer, ends=eos_tokens(target.model.config, target.model.generation_config))
     half = (options.answers + 1) // 2
-    data = DataSection(prompts=SELF, count=half, prompt_tokens=PROMPT_TOKENS)
-    own = write_self_prompts(target, chat, data, 0, say=print)
-    asked = [
-        row["prompt"] for row in rows_of(options.prompts / "gsm8k_train_questions.jsonl")[: options.answers - half]
-    ]
-    given = [json.dumps({"messages": [{"role": "user", "content": text}]}) + "\n" for text in asked]
-    mixed = [
-        line for pair in zip(own.read_text(encoding="utf-8").splitlines(True), given, strict=False) for line in pair
-    ]
-    write_text(train, "".join(mixed))
+    if chats:
+        chat = Chat(target.tokenizer, ends=eos_tokens(target.model.config, target.model.generation_config))
+        data = DataSection(prompts=SELF, count=half, prompt_tokens=PROMPT_TOKENS)
+        own = write_self_prompts(target, chat, data, 0, say=print).read_text(encoding="utf-8").splitlines(True)
+    else:
+        own = [
+            asked(question_of(row), chats) for row in rows_of(options.prompts / "HumanEval.jsonl.gz")[options.heldout :]
+        ]
+    given = rows_of(options.prompts / "gsm8k_train_questions.jsonl")[: options.answers - half]
+    pairs = zip(own, (asked(row["prompt"], chats) for row in given), strict=False)
+    write_text(train, "".join(line for pair in pairs for line in pair))
 
 
 def recipe_of(options: argparse.Namespace, family: str) -> list[str]:

@@ -38,7 +38,7 @@ SMALL |= {"mrope_section": [1, 1, 2]}
 SECOND = {
     *("llama3.1-8b/eagle3", "llama3.1-8b/eagle3_128k", "llama3.1-8b/eagle3_32k", "llama3.2-1b/dspark"),
     *("qwen3-4b/qwen3-0.6b", "qwen3-8b/eagle3", "vicuna-7b/hydra", "vicuna-7b/medusa"),
-    *("smollm2-135m/draft_model", "smollm2-135m/eagle3", "smollm2-135m/mtp"),
+    *("smollm2-135m/draft_model", "smollm2-135m/eagle3", "smollm2-135m/mtp", "gemma3-270m/eagle3"),
 }
 """Recipes whose kind of target another recipe has, and whose drafter a third."""
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
