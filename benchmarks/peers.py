@@ -2,17 +2,21 @@
 
     python benchmarks/peers.py                      # installs speculators 0.9.0 into .venv-peers first; slow
     python benchmarks/peers.py --steps 1 --tau-steps 2 --prompts 2 --count 40   # does it run?
+    python benchmarks/peers.py --target MODEL --texts 8 --teachers cached --set data.prompts=PROMPTS.jsonl \
+        data.prompt_tokens=192 data.response_tokens=256 drafter.draft_vocab_size=8192   # a target of the user
 
 The peer's own model, loss, loader, optimizer and `Trainer.train_epoch`, from PyPI, in an environment of its own that
-borrows this one's torch and transformers. The embedded target, 16 texts a step, four steps of the training-time test,
-the full vocabulary, KL with weights 0.8^k, AdamW at one constant rate, float32. The sides alternate step by step in
-one process. Online, the target runs over the 16 texts of a step for both sides; cached, both read its states from disk.
+borrows this one's torch and transformers. By default the embedded target, 16 texts a step, four steps of the
+training-time test, the full vocabulary (--set: any key of our recipe; a draft vocabulary is the peer's too), KL with
+weights 0.8^k, AdamW at one constant rate, float32. The sides alternate step by step in one process. Online, the target
+runs over the texts of a step for both sides; cached, both read its states from disk.
 
 The peer packs the texts into one row; its flex attention has no backward pass on a CPU, so that it attends with a dense
 mask of all pairs. 'peer, by text' feeds it one text at a time and sums the gradients, which avoids that.
 
-Memory: each side in its own process, the growth of the resident memory over four steps. Tau: after as many steps of
-each, on held-out prompts; the intervals of ours / peer resample the prompts.
+Memory: the peak of the resident memory of a process that loads what its side needs and takes four steps, libraries
+included; states were computed by an earlier process. Tau: after as many steps of each, on held-out prompts; the
+intervals of ours / peer resample the prompts.
 """
 
 import argparse
@@ -25,15 +29,16 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from datasets import Dataset
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.names import EMBEDDED
@@ -41,7 +46,6 @@ from draftsmith.train import trainer as loop
 from draftsmith.train.data import chat_of, heldout_prompts
 from draftsmith.train.evaluation import evaluate_drafter
 from draftsmith.train.launch import make_accelerator
-from draftsmith.train.progress import MemoryMeter
 from draftsmith.train.recipe import Recipe, load_recipe
 from draftsmith.train.run_folder import claim_output
 
@@ -49,7 +53,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PEER = ("speculators==0.9.0", "hs-connectors==0.9.0")
 LIGHT = ("openai", "httpx", "loguru", "pydantic-settings")
 """Its imports that are missing here; of its other dependencies this environment has newer versions."""
-TEXTS, TTT_STEPS, DECAY, RATE = 16, 4, 0.8, 3e-3
+TTT_STEPS, DECAY, RATE = 4, 0.8, 3e-3
 SIDES = ("ours", "peer", "peer, by text")
 BY_TEXT = "ours, by text"
 """For memory alone: `train.gradient_accumulation` of all texts, which takes them one at a time too."""
@@ -60,8 +64,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--python", help="Python of an environment that has the peer")
     parser.add_argument("--target", default="embedded")
     parser.add_argument("--count", type=int, default=1024, help="prompts")
+    parser.add_argument("--texts", type=int, default=16, help="texts of a step")
+    parser.add_argument("--teachers", nargs="+", default=["online", "cached"], choices=["online", "cached"])
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of our recipe eagle3/embedded")
     parser.add_argument("--steps", type=int, default=10, help="counted steps of every side")
-    parser.add_argument("--tau-steps", type=int, default=120, help="steps before tau is measured")
+    parser.add_argument("--tau-steps", type=int, default=120, help="steps before tau is measured; 0: it is not")
     parser.add_argument("--prompts", type=int, default=64, help="held-out prompts for tau")
     parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -85,7 +92,8 @@ def make_run(options: argparse.Namespace, teacher: str, folder: Path, *more: str
     overrides = [f"output={folder / 'run'}", f"target.model={options.target}", f"data.count={options.count}"]
     overrides += [f"teacher.kind={teacher}", "teacher.dtype=float32", "data.temperature=1", "evaluation.count=1"]
     overrides += ["train.optimizer=adamw", f"train.learning_rate={RATE}", "train.schedule=constant"]
-    overrides += ["train.warmup_fraction=0", "train.mixed_precision=no", f"objective.position_decay={DECAY}", *more]
+    overrides += ["train.warmup_fraction=0", "train.mixed_precision=no", f"objective.position_decay={DECAY}"]
+    overrides += [f"train.batch_size={options.texts}", f"drafter.train_steps={TTT_STEPS}", *options.set, *more]
     recipe: Recipe = load_recipe("eagle3/embedded", overrides)
     claim_output(recipe)
     return loop.Run(recipe, make_accelerator(recipe, folder / "run"), folder / "run")
@@ -106,10 +114,52 @@ def states_of(target: PreTrainedModel, texts: list[Tensor], layers: tuple[int, .
     return [states[: len(text)].clone() for states, text in zip(states_BTLH, texts, strict=True)]
 
 
-class Peer:
-    """The peer's trainer on the rows of a run."""
+@dataclass(frozen=True)
+class PeerFiles:
+    """What the peer's trainer reads: texts, the target and, with a cached teacher, states."""
 
-    def __init__(self, run: loop.Run, teacher: str, folder: Path) -> None:
+    folder: Path
+
+    @classmethod
+    def write(cls, run: loop.Run, options: argparse.Namespace, teacher: str, folder: Path) -> Self:
+        """Write the rows of a run."""
+        files, rows = cls(folder), run.data.rows.select(range(run.data.trained))
+        Dataset.from_list([_peer_row(row) for row in rows]).with_format("torch").save_to_disk(folder / "texts")
+        run.target.model.save_pretrained(folder / "target")
+        vocabulary = None if run.drafter.draft_vocabulary is None else run.drafter.draft_vocabulary.tokens_D.tolist()
+        plan = {"layers": list(run.drafter.needs.layers), "vocabulary": vocabulary}
+        (folder / "plan.json").write_text(json.dumps(plan))
+        (folder / "states").mkdir()
+        for start in range(0, len(rows) if teacher == "cached" else 0, options.texts):
+            texts = [torch.tensor(ids) for ids in rows[start : start + options.texts]["input_ids"]]
+            for place, states in enumerate(states_of(run.target.model, texts, run.drafter.needs.layers), start):
+                item = {"token_ids": texts[place - start], "hidden_states": states}
+                save_file(item, folder / "states" / f"hs_{place}.safetensors")
+        return files
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        return json.loads((self.folder / "plan.json").read_text())
+
+
+def _mappings(tokens_D: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return t2d [V] and d2t [D] of a draft vocabulary."""
+    t2d_V = torch.zeros(size, dtype=torch.bool)
+    t2d_V[tokens_D] = True
+    return t2d_V, tokens_D - torch.arange(len(tokens_D))
+
+
+def _peer_row(row: dict[str, Any]) -> dict[str, Any]:
+    mask = [False] * len(row["input_ids"])
+    for start, end in row["spans"]:
+        mask[start:end] = [True] * (end - start)
+    return {"input_ids": row["input_ids"], "loss_mask": mask, "seq_len": len(row["input_ids"])}
+
+
+class Peer:
+    """The peer's trainer on the rows of a run, with about as many texts in a step."""
+
+    def __init__(self, files: PeerFiles, options: argparse.Namespace, teacher: str) -> None:
         from hs_connectors import FileTransfer
         from speculators.models.eagle3 import Eagle3DraftModel
         from speculators.models.eagle3.data import shift_batch
@@ -117,31 +167,33 @@ class Peer:
         from speculators.train.data import ArrowDataset
         from speculators.train.dataloader import _setup_dataloader
 
-        self.target, self.layers = run.target.model, run.drafter.needs.layers
-        self.rows = [self._row(row) for row in run.data.rows.select(range(run.data.trained))]
-        Dataset.from_list(self.rows).with_format("torch").save_to_disk(folder / "texts")
-        run.target.model.save_pretrained(folder / "target")
-        config = type(run.target.model.config).from_pretrained(folder / "target", num_hidden_layers=1)
+        folder, plan, self.texts = files.folder, files.plan, options.texts
+        self.layers = tuple(plan["layers"])
+        config = AutoConfig.from_pretrained(folder / "target", num_hidden_layers=1)
+        rows = plan["vocabulary"]
+        t2d, d2t = (None, None) if rows is None else _mappings(torch.tensor(rows), config.vocab_size)
         torch.manual_seed(0)
         self.model: Any = Eagle3DraftModel.from_training_args(
             config,
-            draft_vocab_size=config.vocab_size,
+            t2d,
+            d2t,
+            draft_vocab_size=config.vocab_size if rows is None else len(rows),
             norm_before_residual=False,
             ttt_steps=TTT_STEPS,
             verifier_name_or_path=str(folder / "target"),
             target_layer_ids=list(self.layers),
             draft_attn_impl="sdpa",
         )
-        longest = max(row["seq_len"] for row in self.rows)
         transfer: Any = FileTransfer(folder / "states")
-        (folder / "states").mkdir()
+        lengths = [int(length) for length in Dataset.load_from_disk(folder / "texts")["seq_len"]]
+        longest = max(lengths)
         data = ArrowDataset(longest, folder / "texts", transfer, on_missing="raise", hidden_states_dtype=torch.float32)
         sizes = {"num_workers": 0, "num_target_layers": len(self.layers), "preprocess": shift_batch}
-        self.loader: Any = _setup_dataloader(data, TEXTS * longest, config.hidden_size, **sizes)
-        if teacher == "cached":
-            self._store(range(len(self.rows)), folder / "states")
-        else:
-            self.ready: dict[int, dict[str, Tensor]] = {}
+        packed = max(longest, round(options.texts * statistics.mean(lengths)))
+        self.loader: Any = _setup_dataloader(data, packed, config.hidden_size, **sizes)
+        if teacher == "online":
+            self.target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+            self.data, self.ready = data, {}
             transfer.get_cached = self._computed
         calls, _ = Eagle3DraftModel.get_trainer_kwargs(
             loss_fn="kl_div", loss_implementation="eager", ttt_steps=TTT_STEPS, ttt_step_loss_decay=DECAY
@@ -155,36 +207,19 @@ class Peer:
         self.trainer.global_step = 1  # step 0 would be profiled
         self.calls, self.epoch, self.batches = calls, 0, iter(())
 
-    @staticmethod
-    def _row(row: dict[str, Any]) -> dict[str, Any]:
-        mask = [False] * len(row["input_ids"])
-        for start, end in row["spans"]:
-            mask[start:end] = [True] * (end - start)
-        return {"input_ids": row["input_ids"], "loss_mask": mask, "seq_len": len(row["input_ids"])}
-
-    def _states(self, places: list[int]) -> dict[int, dict[str, Tensor]]:
-        texts = [torch.tensor(self.rows[place]["input_ids"]) for place in places]
-        found = states_of(self.target, texts, self.layers)
-        return {
-            place: {"token_ids": text, "hidden_states": states}
-            for place, text, states in zip(places, texts, found, strict=True)
-        }
-
-    def _store(self, places: range, folder: Path) -> None:
-        for start in range(0, len(places), TEXTS):
-            for place, item in self._states(list(places[start : start + TEXTS])).items():
-                save_file(item, folder / f"hs_{place}.safetensors")
-
     def _computed(self, place: int) -> dict[str, Tensor]:
         """Return a text's states; those of its whole batch are computed together."""
         if place not in self.ready:
             batches = self.loader.batch_sampler._generate_batches(self.epoch)
             (batch,) = [batch for batch in batches if place in batch]
-            self.ready = self._states([int(index) for index in batch])
+            places = [int(index) for index in batch]
+            texts = [torch.as_tensor(self.data.data[index]["input_ids"]) for index in places]
+            found = zip(places, texts, states_of(self.target, texts, self.layers), strict=True)
+            self.ready = {index: {"token_ids": text, "hidden_states": states} for index, text, states in found}
         return self.ready[place]
 
-    def step(self, by_text: bool) -> None:
-        """Take one optimizer step with the trainer's own loop, or text by text."""
+    def step(self, by_text: bool) -> int:
+        """Take one optimizer step with the trainer's own loop, or text by text; return its tokens."""
         batch = next(self.batches, None)
         if batch is None:
             self.epoch += 1
@@ -196,6 +231,7 @@ class Peer:
         else:
             self.trainer.train_loader = _Loader([batch])
             self.trainer.train_epoch(self.epoch)
+        return int((batch["document_ids"] >= 0).sum())
 
     def _by_text(self, batch: dict[str, Any]) -> None:
         self.model.train()
@@ -205,7 +241,7 @@ class Peer:
             kept = documents == number
             part = {key: value[:, kept] for key, value in batch.items() if isinstance(value, Tensor)}
             _, loss, _ = self.model(**{**part, "document_ids": torch.zeros_like(part["document_ids"])}, **self.calls)
-            (loss / TEXTS).backward()
+            (loss / self.texts).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.trainer._optimizers_step()
 
@@ -219,40 +255,53 @@ class _Loader(list[Any]):
 # Measuring; each in a process of its own, with the peer's Python.
 
 
-def sides_of(run: loop.Run, peer: Peer) -> dict[str, Callable[[int], object]]:
-    steps = (run.step, lambda _: peer.step(by_text=False), lambda _: peer.step(by_text=True))
-    return dict(zip(SIDES, steps, strict=True))
+def prepare(options: argparse.Namespace, teacher: str, folder: Path) -> dict[str, float]:
+    """Write what the peer reads, and cache our own states."""
+    PeerFiles.write(make_run(options, teacher, folder), options, teacher, folder)
+    return {}
 
 
 def measure_speed(options: argparse.Namespace, teacher: str, folder: Path) -> dict[str, float]:
     """Return the tokens/s of every side: medians over steps that alternate; the first of each is not counted."""
-    run = make_run(options, teacher, folder)
-    sides, seconds = sides_of(run, Peer(run, teacher, folder)), {name: [] for name in SIDES}
+    run, peer = make_run(options, teacher, folder), Peer(PeerFiles(folder), options, teacher)
+    lengths = list(map(len, run.data.rows["input_ids"]))
+
+    def ours(step: int) -> int:
+        run.step(step)
+        return sum(lengths[index] for index in run._indices(step))
+
+    steps = (ours, lambda _: peer.step(by_text=False), lambda _: peer.step(by_text=True))
+    sides: dict[str, Callable[[int], int]] = dict(zip(SIDES, steps, strict=True))
+    speeds: dict[str, list[float]] = {name: [] for name in SIDES}
     for step in range(options.steps + 1):
         first = step % len(SIDES)
         for name in SIDES[first:] + SIDES[:first]:
             started = time.process_time()
-            sides[name](step)
-            seconds[name].append(time.process_time() - started)
-    tokens = TEXTS * statistics.mean(map(len, run.data.rows["input_ids"]))
-    return {name: tokens / statistics.median(values[1:]) for name, values in seconds.items()}
+            tokens = sides[name](step)
+            speeds[name].append(tokens / (time.process_time() - started))
+    return {name: statistics.median(values[1:]) for name, values in speeds.items()}
 
 
 def measure_memory(options: argparse.Namespace, teacher: str, folder: Path, side: str) -> dict[str, int]:
-    """Return the growth of this process's resident memory over four steps, with the target and the data loaded."""
-    run = make_run(options, teacher, folder, *([f"train.gradient_accumulation={TEXTS}"] if side == BY_TEXT else []))
-    peer = None if side.startswith("ours") else Peer(run, teacher, folder)
-    meter = MemoryMeter(torch.device("cpu"))
+    """Return this process's largest resident memory, in bytes, after it loaded one side and took four steps."""
+    if side.startswith("ours"):
+        whole = [f"train.gradient_accumulation={options.texts}"] if side == BY_TEXT else []
+        run = make_run(options, teacher, folder, *whole)
+        steps: Callable[[int], object] = run.step
+    else:
+        peer = Peer(PeerFiles(folder), options, teacher)
+        steps = lambda _: peer.step(by_text=side == SIDES[2])  # noqa: E731
     for step in range(4):
-        run.step(step) if peer is None else peer.step(by_text=side == SIDES[2])
-    return {"peak": meter.peak()}
+        steps(step)
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return {"peak": int(line.split()[1]) * 1024}
 
 
 def measure_tau(options: argparse.Namespace, teacher: str, folder: Path) -> dict[str, Any]:
     """Return tau of ours and of the peer after as many steps, and the interval of their ratio over the prompts."""
-    options.count = max(options.count, TEXTS * options.tau_steps // 4)
+    options.count = max(options.count, options.texts * options.tau_steps // 4)
     run = make_run(options, teacher, folder)
-    peer = Peer(run, teacher, folder)
+    peer = Peer(PeerFiles.write(run, options, teacher, folder), options, teacher)
     for step in range(options.tau_steps):
         run.step(step)
         peer.step(by_text=True)
@@ -290,22 +339,27 @@ def measured(python: str, *what: str) -> Any:
 def main() -> None:
     options = arguments()
     if options.measure:
-        what, teacher, *side = options.measure
-        measure = {"speed": measure_speed, "memory": measure_memory, "tau": measure_tau}[what]
-        with tempfile.TemporaryDirectory() as name:
-            print(json.dumps(measure(options, teacher, Path(name), *side)))
+        what, teacher, folder, *side = options.measure
+        measures = {"prepare": prepare, "speed": measure_speed, "memory": measure_memory, "tau": measure_tau}
+        print(json.dumps(measures[what](options, teacher, Path(folder), *side)))
         return
     python = options.python or peers_python()
-    for teacher in ("online", "cached"):
-        speeds = measured(python, "speed", teacher)
-        peaks = {side: measured(python, "memory", teacher, side)["peak"] for side in (*SIDES, BY_TEXT)}
+    for teacher in options.teachers:
+        with tempfile.TemporaryDirectory() as folder:
+            measured(python, "prepare", teacher, folder)
+            speeds = measured(python, "speed", teacher, folder)
+            peaks = {side: measured(python, "memory", teacher, folder, side)["peak"] for side in (*SIDES, BY_TEXT)}
         print(f"{teacher}:")
         for side in SIDES:
             speed, peak = speeds[side], peaks[side]
             ratios = f"ours / this {speeds['ours'] / speed:.2f}, memory {peaks['ours'] / peak:.2f}"
             print(f"  {side:14s} {speed:7.0f} tokens/s {peak / 2**20:7.0f} MiB; {ratios}", flush=True)
         print(f"  {BY_TEXT:31s} {peaks[BY_TEXT] / 2**20:7.0f} MiB", flush=True)
-    for at, (ours, theirs, ratio, low, high) in measured(python, "tau", "cached").items():
+    if not options.tau_steps:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        taus = measured(python, "tau", "cached", folder)
+    for at, (ours, theirs, ratio, low, high) in taus.items():
         print(f"{at}, {options.tau_steps} steps: tau {ours:.2f} / {theirs:.2f} = {ratio:.2f} [{low:.2f}, {high:.2f}]")
 
 

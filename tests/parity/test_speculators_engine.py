@@ -139,17 +139,20 @@ def _text(target: LlamaForCausalLM, drafter: TrainableDrafter) -> dict[str, torc
 
 
 @pytest.mark.parametrize(
-    "what", [["speed", "online"], ["memory", "cached", "peer, by text"], ["tau", "cached"]], ids=str
+    ("what", "rows"),
+    [(["speed", "online"], None), (["memory", "cached", "peer, by text"], 40), (["tau", "cached"], 40)],
+    ids=str,
 )
-def test_their_trainer_runs_beside_ours(what: list[str], their_python: str) -> None:
+def test_their_trainer_runs_beside_ours(what: list[str], rows: int | None, their_python: str, tmp_path: Path) -> None:
     """Each measurement of benchmarks/peers.py, at a size that says nothing of the figures."""
+    name, teacher, *side = what
     root = Path(__file__).parents[2]
-    sizes = ["--steps", "1", "--tau-steps", "1", "--prompts", "2", "--count", "40", "--measure", *what]
+    sizes = ["--steps", "1", "--tau-steps", "1", "--prompts", "2", "--count", "40"]
+    sizes += [] if rows is None else ["--set", f"drafter.draft_vocab_size={rows}"]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [their_python, str(root / "benchmarks" / "peers.py"), *sizes]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    for step in [["prepare", teacher, str(tmp_path)]] * (name != "tau") + [[name, teacher, str(tmp_path), *side]]:
+        command = [their_python, str(root / "benchmarks" / "peers.py"), *sizes, "--measure", *step]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert (
-        found.keys() == {"speed": {"ours", "peer", "peer, by text"}, "memory": {"peak"}, "tau": {"T=0", "T=1"}}[what[0]]
-    )
+    assert found.keys() == {"speed": {"ours", "peer", "peer, by text"}, "memory": {"peak"}, "tau": {"T=0", "T=1"}}[name]
