@@ -116,7 +116,7 @@ def states_of(target: PreTrainedModel, texts: list[Tensor], layers: tuple[int, .
 
 @dataclass(frozen=True)
 class PeerFiles:
-    """What the peer's trainer reads: texts, the target and, with a cached teacher, states."""
+    """The input of the peer's trainer: texts, the target and, with a cached teacher, states."""
 
     folder: Path
 

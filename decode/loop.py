@@ -34,7 +34,7 @@ from draftsmith.heads.rows import Counts, Rows, rows_of
 
 
 class _Numbers:
-    """What rounds need of the texts on the device, [B] each.
+    """Numbers of the texts on the device, [B] each, which rounds need.
 
     `limit`: length of the longest text that the drafter can read.
     """

@@ -66,7 +66,7 @@ class Proposer:
         return [self.drafter.retrieve(row, room) if room > 0 else None for row, room in enumerate(rooms)]
 
     def _worth(self, text: DecodeSequence, draft: Draft | None) -> Draft | None:
-        """Return what the text's policy keeps of a retrieved draft; None where it is to build one."""
+        """Return the first tokens of a retrieved draft, as many as the text's policy keeps; None: it builds one."""
         if draft is None or not draft.tokens or text.policy is None:
             return draft
         kept = text.policy.retrieved(draft, greedy=self.processors.greedy)

@@ -5,7 +5,6 @@ acceptance probability is at least lambda times the seconds that it adds; lambda
 of the plan is lambda (Dinkelbach 1967). Both policies keep a running estimate of lambda.
 """
 
-from bisect import bisect_right
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
@@ -15,198 +14,17 @@ from typing import ClassVar, Self
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.drafts.builder import Children, DraftBuilder, DrawChildren, Look, Read
 from draftsmith.decode.policies.base import Growing, MostNodes, Policy, require_counts
+from draftsmith.decode.policies.experience import Experience
 from draftsmith.decode.policies.trees import Candidates
 from draftsmith.decode.rules.outcome import VerifyResult
 from draftsmith.heads.draft_tree import ROOT, Draft
 
-EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
-PRIOR, MOST_COUNTED = 4.0, 60.0
-"""Number of observations that the prior of a bin counts for, and the maximum that a bin keeps: older ones fade."""
 LEVELS = 4
 """A tree is drawn level by level: where nodes cost almost nothing, its size is spread over about this many levels."""
-CAUTION = 3.0
-"""Number of expected acceptances at a depth at which its own correction has as much weight as the previous depth's."""
 EXPLORED = 8
 """Depth of drafts during `calibrate`, so that a policy observes tokens that it would not draft otherwise."""
-FADING = 0.99
-"""Weight of earlier observations in the acceptance at a depth, per observation."""
-MEMORY = 0.97
-"""Weight of earlier rounds in the running speed, per round: about the last thirty rounds count."""
-PATIENCE, MOST_PATIENCE = 4, 64
-"""Rounds without a draft after which one token is drafted, to learn; their number doubles while that does not pay."""
 PERFECT = 0.9
 """Acceptance probability that drafters hardly exceed; `AdaptiveChain.may_pay` decides with it for a whole batch."""
-GAINS = 10
-"""Number of rounds that the mean gain of the drafter's drafts is over."""
-COPIED = {True: 0.8, False: 0.5}
-"""Prior acceptance of retrieved tokens, by whether decoding is greedy; it counts for `PRIOR` tokens."""
-
-
-class Calibration:
-    """Measured acceptance rate by confidence under q, in bins that start with a prior.
-
-    Args:
-        prior: maps a confidence to the expected acceptance rate.
-    """
-
-    def __init__(self, prior: Callable[[float], float]) -> None:
-        centres = [(low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 1.0), strict=True)]
-        self._accepted = [PRIOR * prior(centre) for centre in centres]
-        self._count = [PRIOR] * len(centres)
-
-    def rate(self, confidence: float) -> float:
-        """Return the acceptance rate of tokens with this confidence."""
-        place = bisect_right(EDGES, confidence)
-        return self._accepted[place] / self._count[place]
-
-    def observe(self, confidence: float, outcome: float) -> None:
-        """Add an observation; `outcome` in [0, 1]: whether the token was accepted, or its acceptance probability."""
-        place = bisect_right(EDGES, confidence)
-        self._accepted[place] += outcome
-        self._count[place] += 1
-        if self._count[place] > MOST_COUNTED:
-            self._accepted[place] *= MOST_COUNTED / self._count[place]
-            self._count[place] = MOST_COUNTED
-
-    @property
-    def mean(self) -> float:
-        """Acceptance rate over all bins, for a token of unknown confidence."""
-        return sum(self._accepted) / sum(self._count)
-
-
-class Survival:
-    """Probability that a whole path is accepted, from the product of its tokens' acceptance rates and its depth.
-
-    The product is too low for long paths: accepted tokens are correlated, and under the block rule a token that is more
-    likely under p than under q compensates for others. It is corrected by the ratio of accepted to expected paths at
-    that depth; a depth with few observations takes over the correction of the previous depth.
-    """
-
-    def __init__(self) -> None:
-        self._accepted: list[float] = []
-        self._expected: list[float] = []
-        self._corrections: list[float] | None = []
-        """By depth; None after an observation, until they are computed again."""
-
-    def rate(self, product: float, depth: int) -> float:
-        """Return the corrected probability that a path of `depth` tokens is accepted."""
-        return min(1.0, product * self._correction(depth))
-
-    def _correction(self, depth: int) -> float:
-        if self._corrections is None:
-            self._corrections, correction = [], 1.0
-            for accepted, expected in zip(self._accepted, self._expected, strict=True):
-                correction = (accepted + CAUTION * correction) / (expected + CAUTION)
-                self._corrections.append(correction)
-        if not self._corrections:
-            return 1.0
-        return self._corrections[min(depth, len(self._corrections)) - 1]
-
-    def observe(self, product: float, depth: int, accepted: bool) -> None:
-        """Add an observation: whether a path of `depth` tokens was accepted."""
-        self._corrections = None
-        while len(self._accepted) < depth:
-            self._accepted.append(0.0)
-            self._expected.append(0.0)
-        self._accepted[depth - 1] = FADING * self._accepted[depth - 1] + accepted
-        self._expected[depth - 1] = FADING * self._expected[depth - 1] + product
-
-
-class Copied:
-    """Acceptance rate of retrieved tokens by the length of the draft, which follows from that of the match."""
-
-    def __init__(self, prior: float) -> None:
-        self._prior = prior
-        self._seen: dict[int, tuple[float, float]] = {}
-
-    def rate(self, length: int) -> float:
-        """Return the acceptance rate of a token of a retrieved draft of `length` tokens, given those before it."""
-        accepted, tested = self._seen.get(length.bit_length(), (0.0, 0.0))
-        return (accepted + PRIOR * self._prior) / (tested + PRIOR)
-
-    def observe(self, length: int, verified: int, accepted: int) -> None:
-        """Add an observation: of `length` retrieved tokens some were verified, and some of these accepted."""
-        before, tested = self._seen.get(length.bit_length(), (0.0, 0.0))
-        now, total = before + accepted, tested + min(accepted + 1, verified)
-        fading = min(1.0, MOST_COUNTED / total)
-        self._seen[length.bit_length()] = (fading * now, fading * total)
-
-
-class Speed:
-    """Running lambda: tokens per second over the last rounds, with seconds from `Costs`."""
-
-    def __init__(self, costs: Costs, acceptance: float = 0.7) -> None:
-        tokens = 1 + 2 * acceptance
-        seconds = costs.round + costs.drafting(2) + costs.verify_seconds(3)
-        # Starts as after four rounds with two draft tokens each.
-        self._tokens, self._seconds = 4 * tokens, 4 * seconds
-        self._plain = costs.plain
-
-    def observe(self, tokens: float, seconds: float) -> None:
-        self._tokens = MEMORY * self._tokens + tokens
-        self._seconds = MEMORY * self._seconds + seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of the last rounds, or of rounds without drafts if those are faster: a plan with less is none."""
-        return max(self._tokens / self._seconds, 1 / self._plain)
-
-
-class Experience:
-    """The learned state of a policy, separate for greedy and sampled runs, whose acceptance differs.
-
-    The target's argmax equals the drafter's most likely token more often than q of that token says; a token drawn from
-    q is accepted with probability sum(min(p, q)), which is high even for a flat q. The priors follow from this.
-    """
-
-    def __init__(self, costs: Costs, *, greedy: bool) -> None:
-        self.speed = Speed(costs)
-        if greedy:
-            priors = [lambda c: c**0.5, lambda c: 0.7 * c, lambda c: 0.5 * c]
-        else:
-            priors = [lambda c: 0.5 + 0.5 * c, lambda c: 0.15 * (1 - c), lambda c: 0.05 * (1 - c)]
-        self._by_rank = [Calibration(prior) for prior in priors]
-        self.survival = Survival()
-        self.copied = Copied(COPIED[greedy])
-        self.gain = 0.0
-        """Running mean of what a draft of the drafter gained: its accepted tokens, less the tokens of its seconds."""
-        self._idle, self._patience = 0, PATIENCE
-
-    @property
-    def curious(self) -> bool:
-        """Whether enough rounds had no draft to try one."""
-        return self._idle >= self._patience
-
-    def drafted(self, tokens: int, gain: float) -> None:
-        """Count a round with this number of drafted tokens, and what it gained, see `gain`."""
-        self.gain += (gain - self.gain) / GAINS
-        if tokens == 0:
-            self._idle += 1
-        elif not self.curious:
-            self._idle, self._patience = 0, PATIENCE
-        elif gain > 0:  # another one at once
-            self._idle = self._patience = PATIENCE
-        else:
-            self._idle, self._patience = 0, min(2 * self._patience, MOST_PATIENCE)
-
-    def ahead(self, survival: float, start: int) -> Callable[[int], float]:
-        """Return the probability that a path is accepted up to a depth; up to `start`, its tokens' rates are known.
-
-        `survival`: the product of these rates; further tokens have the mean rate.
-        """
-        mean = self.first.mean
-        return lambda depth: self.survival.rate(survival * mean ** (depth - start), depth)
-
-    def rank(self, rank: int) -> Calibration:
-        """Return the calibration of first children, second children, or all others.
-
-        Confidence is the token's own q when greedy, else the maximum of q.
-        """
-        return self._by_rank[min(rank, 2)]
-
-    @property
-    def first(self) -> Calibration:
-        return self._by_rank[0]
 
 
 @dataclass

@@ -51,7 +51,7 @@ from draftsmith.decode.policies import (
     OptimalTree,
     Policy,
     SampledTree,
-    adaptive,
+    experience,
 )
 from draftsmith.decode.rules import RULES
 from draftsmith.decode.rules.outcome import VerifyResult
@@ -295,7 +295,7 @@ def test_policies_that_learn_are_lossless(
 
     Adaptive chains are empty where no draft pays, before and after the drafter was asked, and are tried again soon.
     """
-    monkeypatch.setattr(adaptive, "PATIENCE", 1)
+    monkeypatch.setattr(experience, "PATIENCE", 1)
     policy = replace(policy, experience={})
     Adaptive.lengths.clear()
     processors = Processors(TOP_2)
