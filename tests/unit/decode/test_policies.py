@@ -166,6 +166,8 @@ def test_the_first_pass_of_a_drafter_counts_once() -> None:
     block = Costs({1: 1.0, 16: 1.1}, {1: 0.0}, first=0.6)
     assert len(draft(AdaptiveChain(block))) > 1
     assert len(draft(AdaptiveChain(dataclasses.replace(block, first=8.0)))) == 0
+    assert block.drafting(0) == 0
+    assert dataclasses.replace(block, draft={1: 0.2}).drafting(3) == pytest.approx(0.6 + 3 * 0.2)
 
 
 @pytest.mark.parametrize("greedy", [True, False])
@@ -185,6 +187,28 @@ def test_retrieved_drafts_are_cut_where_they_do_not_pay(greedy: bool) -> None:
     assert len(dear.retrieved(found, greedy=not greedy)) > 0
     fork = Draft((3, 4), (-1, -1))
     assert flat.retrieved(fork, greedy=greedy) is fork
+
+
+class WrongCopies(DraftModel):
+    """Retrieves the same token, three times, after every text."""
+
+    token: int
+
+    def retrieve(self, row: int, room: int) -> Draft:
+        return Draft.chain([self.token] * min(3, room))
+
+
+def test_retrieved_drafts_that_are_refused_give_way_to_own_drafts() -> None:
+    costs, target = Costs({1: 1.0, 16: 4.0}, {1: 0.05}), make_llama(initializer_range=0.3)
+    settings = {"max_new_tokens": 80, "eos_token_id": None}
+    own = SpeculativeDecoder(target).generate([9, 4, 3], **settings).tokens
+    drafter = WrongCopies(target)
+    drafter.token = next(token for token in range(64) if token not in own)
+    out = SpeculativeDecoder(target, drafter, policy=AdaptiveChain(costs)).generate([9, 4, 3], **settings)
+    accepted = [record.accepted for record in out.rounds]
+    assert out.tokens == own
+    assert accepted[:3] == [0, 0, 0], "copies come first"
+    assert sum(accepted[-5:]) > 5, "the drafter is the target itself"
 
 
 def test_own_drafts_are_preferred_where_they_gain_more() -> None:
