@@ -69,7 +69,7 @@ class SpeculativeDecoder:
         draft_length: draft tokens per round (gamma), at least 1; short for `policy=Chain(draft_length)`. Default: the
             length that the drafter was trained for.
         policy: how drafts are built: a `Policy` or its name, see `draftsmith.decode.policies`.
-        rule: name of the verification rule, see `decode.verification.RULES`; default: for each draft the lossless rule
+        rule: name of the verification rule, see `decode.rules.RULES`; default: for each draft the lossless rule
             that accepts most. Greedy decoding has one rule only.
         options: `costs`, `compile` and `invariant`, see `PassSettings`.
     """

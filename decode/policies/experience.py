@@ -1,4 +1,4 @@
-"""What policies learn of a drafter from the verification of its drafts: acceptance, speed and gain."""
+"""Acceptance, speed and gain of a drafter, which policies learn from the verification of its drafts."""
 
 from bisect import bisect_right
 from collections.abc import Callable
