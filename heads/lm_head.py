@@ -82,13 +82,17 @@ def logits_head(model: PreTrainedModel) -> nn.Module:
     return lm_head if plain else LogitsHead(lm_head, after)
 
 
+PLAIN = (nn.Parameter, Tensor, FakeTensor)
+"""Types of weights whose rows can be taken; fake ones are those of the memory estimate."""
+
+
 def draft_rows_of(lm_head: Callable[[Tensor], Tensor], tokens_D: Tensor) -> Callable[[Tensor], Tensor] | None:
     """Return the map from states [n, H] to the logits [n, D] of some tokens.
 
     None for an lm_head that is not a linear layer with a plain weight: quantized and divided ones have no such rows.
     """
     linear, after = (lm_head.lm_head, lm_head.after) if isinstance(lm_head, LogitsHead) else (lm_head, LogitsMap())
-    if not isinstance(linear, nn.Linear) or type(linear.weight) not in (nn.Parameter, Tensor):
+    if not isinstance(linear, nn.Linear) or type(linear.weight) not in PLAIN:
         return None
     bias_V = after.bias_V
     after = replace(after, bias_V=None if bias_V is None else bias_V.to(tokens_D.device)[tokens_D])

@@ -143,6 +143,7 @@ class _StoredTeacher:
     def __init__(self, lm_head: TargetHead, drafter: TrainableDrafter) -> None:
         self.lm_head = lm_head
         self._layers = len(drafter.needs.layers)
+        self._normalizers = drafter.draft_vocabulary is not None
 
     def signals(self, batch: Batch) -> TeacherSignals:
         weight_VH, shape, hidden = self.lm_head.weight, batch.input_ids_BT.shape, self.lm_head.weight.shape[1]
@@ -154,6 +155,8 @@ class _StoredTeacher:
             batch.mask_BT,
             features_BTF,
             documents_BT=batch.documents_BT,
+            log_sum_BT=weight_VH.new_empty(shape, dtype=torch.float64) if self._normalizers else None,
+            argmax_BT=weight_VH.new_empty(shape, dtype=torch.long) if self._normalizers else None,
         )
 
 

@@ -12,15 +12,16 @@ from torch import nn
 from transformers import AutoConfig, T5Config, T5ForConditionalGeneration
 
 from draftsmith.decode.decoder import SpeculativeDecoder
-from draftsmith.distill.hidden_state_cache import SignalCache
+from draftsmith.distill.hidden_state_cache import CachedTeacher, SignalCache
 from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads import HEADS
 from draftsmith.train import memory_estimate as memory
-from draftsmith.train.bootstrap import make_step
+from draftsmith.train.bootstrap import make_step, new_drafter
 from draftsmith.train.fake_run import DryStep, LiveBytes
 from draftsmith.train.progress import in_units
 from draftsmith.train.recipe import Recipe, parse_recipe
+from draftsmith.train.step import Teacher
 
 WIDE = {"vocab_size": 700, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
 PROMPT, RESPONSE, ROWS = 40, 56, 8
@@ -44,7 +45,11 @@ def recipe_of(drafter: dict[str, Any], **sections: dict[str, Any]) -> Recipe:
     return parse_recipe({**values, **sections}, "test")
 
 
-def real_peak(recipe: Recipe, make_target: Callable[[], nn.Module]) -> int:
+def real_peak(
+    recipe: Recipe,
+    make_target: Callable[[], nn.Module],
+    make_teacher: Callable[[nn.Module, tuple[int, ...]], Teacher] = OnlineTeacher,
+) -> int:
     """Bytes of a real second step on tensors with data, weights included; nothing of the estimate's is asked."""
     rows = recipe.train.batch_size // recipe.train.gradient_accumulation
     if make_target is tiny_t5:
@@ -54,12 +59,12 @@ def real_peak(recipe: Recipe, make_target: Callable[[], nn.Module]) -> int:
     else:
         ids_BT, more = torch.randint(5, 600, (rows, PROMPT + RESPONSE)), {}
         mask_BT = (torch.arange(PROMPT + RESPONSE) >= PROMPT - 1).expand_as(ids_BT)
-    batch = Batch(ids_BT, torch.ones_like(ids_BT), mask_BT, **more)
+    batch = Batch(ids_BT, torch.ones_like(ids_BT), mask_BT, rows=range(rows), **more)
     with LiveBytes() as live:
         target = make_target().requires_grad_(False)
-        drafter = HEADS[recipe.drafter.type].from_target(target, **recipe.drafter_options())
+        drafter = new_drafter(recipe, target)
         drafter.attach(target)
-        teacher = OnlineTeacher(target, drafter.needs.layers)
+        teacher = make_teacher(target, drafter.needs.layers)
         step, optimizers, _ = make_step(recipe, target, drafter.train(), teacher)
         for _ in range(2):
             live.peak = live.now
@@ -90,6 +95,29 @@ def test_the_estimate_is_within_15_percent_of_what_tensors_take(
 
 def _buffers(model: nn.Module) -> int:
     return sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+
+
+def test_a_cached_teacher_computes_the_draft_rows_of_the_lm_head_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+    drafter = {"type": "eagle3", "train_steps": 2, "layers": [1, 2], "draft_vocab_size": 100}
+    recipe = recipe_of(drafter, teacher={"kind": "cached"})
+    target = make_llama(**{**WIDE, "vocab_size": 20_000}).requires_grad_(False)
+    rows = Dataset.from_list([{"input_ids": [5] * (PROMPT + RESPONSE)}] * ROWS)
+    cache = SignalCache(target, rows, (1, 2), "bfloat16", normalizers=True)
+    cache.build([0], OnlineTeacher(target, (1, 2)), lambda: None)
+
+    def make_target() -> nn.Module:
+        return make_llama(**{**WIDE, "vocab_size": 20_000})
+
+    def cached(model: nn.Module, layers: tuple[int, ...]) -> CachedTeacher:
+        return CachedTeacher(OnlineTeacher(model, layers), cache.read)
+
+    estimate = memory.estimate_memory(recipe, target.config)
+    assert estimate.training == pytest.approx(real_peak(recipe, make_target, cached), rel=0.15)
+    online = memory.estimate_memory(recipe_of(drafter), target.config)
+    assert estimate.activations < 0.5 * online.activations
 
 
 def test_an_encoder_decoder_pair() -> None:
