@@ -211,7 +211,7 @@ class Rates:
     muon: float = 2e-2
     adamw: float = 3e-3
     scaled: bool = False
-    """Whether Muon's rate is proportional to 1/width, as AdamW's is; otherwise it is constant up to width 512."""
+    """Whether Muon's rate is proportional to 1/width, as AdamW's is; otherwise it is constant up to width 256."""
 
 
 @dataclass(frozen=True)

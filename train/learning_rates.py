@@ -15,7 +15,7 @@ from draftsmith.heads.configs import DRAFTERS, Rates
 from draftsmith.train.optimizers import SCHEDULES
 from draftsmith.train.recipe import Recipe
 
-WIDTH, WIDEST = 256, 512
+WIDTH = 256
 TRAINED = Rates(muon=1.5e-3, adamw=2.5e-4, scaled=True)
 """For drafters of any type that start from their own trained weights."""
 
@@ -28,13 +28,12 @@ def starts_trained(recipe: Recipe) -> bool:
 def default_rate(recipe: Recipe, width: int) -> float | None:
     """Return the rate of the drafter's type and the recipe's optimizer for a target of hidden size `width`.
 
-    AdamW's rate is proportional to 1/width. Muon's best rate was the same from width 64 to `WIDEST`, the largest one
-    measured, for drafters whose matrices all start untrained; above, 1/width is a precaution. EAGLE, HASS and
-    DFlash diverged at that rate in their first steps on SmolLM2 (width 576), and are best at twice that rate at width
-    64: theirs is proportional to 1/width, too. None for other optimizers.
+    Rates are proportional to 1/width. Muon's are constant up to `WIDTH` for drafters whose matrices all start untrained:
+    there, the best rate was the same from width 64 on. On SmolLM2 (width 576) 2e-2 lets EAGLE, HASS and DFlash diverge,
+    and EAGLE-3 is better at 6e-3. None for other optimizers.
     """
     rates = TRAINED if starts_trained(recipe) else DRAFTERS[recipe.drafter.type].rates
-    shares = {"adamw": WIDTH / width, "muon": WIDTH / width if rates.scaled else min(1.0, WIDEST / width)}
+    shares = {"adamw": WIDTH / width, "muon": WIDTH / width if rates.scaled else min(1.0, WIDTH / width)}
     name = recipe.train.optimizer
     return float(f"{getattr(rates, name) * shares[name]:.1e}") if name in shares else None
 
