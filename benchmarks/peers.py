@@ -3,7 +3,8 @@
     python benchmarks/peers.py                      # installs speculators 0.9.0 into .venv-peers first; slow
     python benchmarks/peers.py --steps 1 --tau-steps 2 --prompts 2 --count 40   # does it run?
     python benchmarks/peers.py --target MODEL --texts 8 --teachers cached --set data.prompts=PROMPTS.jsonl \
-        data.prompt_tokens=192 data.response_tokens=256 drafter.draft_vocab_size=8192   # a target of the user
+        data.prompt_tokens=192 data.response_tokens=256 drafter.draft_vocab_size=8192 \
+        evaluation.prompts=HELDOUT.jsonl --rate 1e-3                                # a target of the user
 
 The peer's own model, loss, loader, optimizer and `Trainer.train_epoch`, from PyPI, in an environment of its own that
 borrows this one's torch and transformers. By default the embedded target, 16 texts a step, four steps of the
@@ -53,7 +54,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PEER = ("speculators==0.9.0", "hs-connectors==0.9.0")
 LIGHT = ("openai", "httpx", "loguru", "pydantic-settings")
 """Its imports that are missing here; of its other dependencies this environment has newer versions."""
-TTT_STEPS, DECAY, RATE = 4, 0.8, 3e-3
+TTT_STEPS, DECAY = 4, 0.8
 SIDES = ("ours", "peer", "peer, by text")
 BY_TEXT = "ours, by text"
 """For memory alone: `train.gradient_accumulation` of all texts, which takes them one at a time too."""
@@ -67,6 +68,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--texts", type=int, default=16, help="texts of a step")
     parser.add_argument("--teachers", nargs="+", default=["online", "cached"], choices=["online", "cached"])
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of our recipe eagle3/embedded")
+    parser.add_argument("--rate", type=float, default=3e-3, help="of AdamW, for both")
     parser.add_argument("--steps", type=int, default=10, help="counted steps of every side")
     parser.add_argument("--tau-steps", type=int, default=120, help="steps before tau is measured; 0: it is not")
     parser.add_argument("--prompts", type=int, default=64, help="held-out prompts for tau")
@@ -91,7 +93,7 @@ def peers_python() -> str:
 def make_run(options: argparse.Namespace, teacher: str, folder: Path, *more: str) -> loop.Run:
     overrides = [f"output={folder / 'run'}", f"target.model={options.target}", f"data.count={options.count}"]
     overrides += [f"teacher.kind={teacher}", "teacher.dtype=float32", "data.temperature=1", "evaluation.count=1"]
-    overrides += ["train.optimizer=adamw", f"train.learning_rate={RATE}", "train.schedule=constant"]
+    overrides += ["train.optimizer=adamw", f"train.learning_rate={options.rate}", "train.schedule=constant"]
     overrides += ["train.warmup_fraction=0", "train.mixed_precision=no", f"objective.position_decay={DECAY}"]
     overrides += [f"train.batch_size={options.texts}", f"drafter.train_steps={TTT_STEPS}", *options.set, *more]
     recipe: Recipe = load_recipe("eagle3/embedded", overrides)
@@ -201,7 +203,7 @@ class Peer:
         theirs.get_local_rank = lambda: "cpu"  # it is made for CUDA alone
         settings = {"weight_decay": 0.0, "scheduler_type": "none", "hidden_states_dtype": torch.float32}
         settings |= {"train_call_kwargs": calls, "log_freq": 10**9, "checkpoint_freq": 10**9}
-        configured = theirs.TrainerConfig(RATE, 1, str(folder / "peer"), **settings)
+        configured = theirs.TrainerConfig(options.rate, 1, str(folder / "peer"), **settings)
         self.trainer: Any = theirs.Trainer(self.model, configured, self.loader)
         self.trainer.device_type, self.trainer.rank = "cpu", 1  # no bar
         self.trainer.global_step = 1  # step 0 would be profiled
@@ -309,7 +311,8 @@ def measure_tau(options: argparse.Namespace, teacher: str, folder: Path) -> dict
     theirs = load_drafter(str(folder / "trained"), run.target.model, run.target.tokenizer)
     settings = run.recipe.evaluation.model_copy(update={"count": options.prompts, "max_new_tokens": 64})
     recipe = run.recipe.model_copy(update={"evaluation": settings})
-    prompts = heldout_prompts(EMBEDDED, chat_of(recipe.data, run.target), run.target, recipe)
+    source = recipe.evaluation.prompts or EMBEDDED
+    prompts = heldout_prompts(source, chat_of(recipe.data, run.target), run.target, recipe)
     found: dict[str, Any] = {}
     for temperature in (0.0, 1.0):
         at, counts = settings.model_copy(update={"temperature": temperature}), []

@@ -33,9 +33,14 @@ from draftsmith.storage import write_json, write_text
 
 FAMILIES = {
     "draft_model": ["drafter.num_hidden_layers=3"],
-    "eagle3": ["drafter.train_steps=3", "drafter.draft_vocab_size=8192"],
-    "mtp": ["drafter.train_steps=3"],
-    "dflash": ["drafter.block_size=8", "drafter.num_hidden_layers=3", "drafter.draft_vocab_size=8192"],
+    "eagle3": ["drafter.train_steps=3", "drafter.draft_vocab_size=16384", "train.learning_rate=0.006"],
+    "mtp": ["drafter.train_steps=3", "train.learning_rate=0.006"],
+    "dflash": [
+        "drafter.block_size=8",
+        "drafter.num_hidden_layers=3",
+        "drafter.draft_vocab_size=8192",
+        "train.draft_length=7",
+    ],
 }
 """Overrides of the recipe FAMILY/any_prompts. The first drafter is also transformers' assistant."""
 HELDOUT = {"mt_bench.jsonl": "mt_bench", "HumanEval.jsonl.gz": "humaneval", "gsm8k_test.jsonl": "gsm8k"}
