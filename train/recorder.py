@@ -67,13 +67,13 @@ class BestDrafter:
         self._described = describe_target(target.model, target.tokenizer, target.name, target.revision)
 
     def offer(self, step: int, result: dict[str, Any], averaged: bool = False) -> None:
-        """Save the drafter when its tau is the highest so far and its target is within `cotrain.max_quality_kl`.
+        """Save the drafter when no earlier tau is higher and its target is within `cotrain.max_quality_kl`.
 
         `averaged`: its weights are averages at present.
         """
         quality, cotrain = result.get("target_quality"), self._recipe.cotrain
         fits = quality is None or cotrain is None or quality["kl"] <= cotrain.max_quality_kl
-        if result["tau"] > self.tau and fits:
+        if result["tau"] >= self.tau and fits:
             self.save(quality)
             self.tau, self.step, self.averaged = result["tau"], step, averaged
 

@@ -108,6 +108,15 @@ def test_a_drafter_learns_to_agree(drafter: str, recipe_file: Path, tmp_path: Pa
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2
 
 
+def test_of_equal_taus_the_last_is_kept(recipe_file: Path, tmp_path: Path) -> None:
+    # One token comes from the prompt's pass and one from the only round, whose draft has no room: tau is 1.
+    settings = ["train.steps=2", "train.evaluate_every=1", "evaluation.max_new_tokens=2"]
+    loop.train(load_recipe(str(recipe_file), settings))
+    taus = [row["evaluation"]["tau"] for row in read_metrics(tmp_path / "run") if "evaluation" in row]
+    assert taus == [1.0, 1.0, 1.0]
+    assert json.loads((tmp_path / "run" / "finished.json").read_text())["best_step"] == 2
+
+
 @pytest.mark.parametrize(
     "options",
     [
