@@ -39,6 +39,7 @@ FAMILIES = {
         "drafter.block_size=8",
         "drafter.num_hidden_layers=3",
         "drafter.draft_vocab_size=8192",
+        "drafter.anchors=64",
         "train.draft_length=7",
     ],
 }

@@ -28,9 +28,9 @@ def starts_trained(recipe: Recipe) -> bool:
 def default_rate(recipe: Recipe, width: int) -> float | None:
     """Return the rate of the drafter's type and the recipe's optimizer for a target of hidden size `width`.
 
-    Rates are proportional to 1/width. Muon's are constant up to `WIDTH` for drafters whose matrices all start untrained:
-    there, the best rate was the same from width 64 on. On SmolLM2 (width 576) 2e-2 lets EAGLE, HASS and DFlash diverge,
-    and EAGLE-3 is better at 6e-3. None for other optimizers.
+    Rates are proportional to 1/width. Muon's are constant up to `WIDTH` for drafters whose matrices all start
+    untrained: there, the best rate was the same from width 64 on. On SmolLM2 (width 576) 2e-2 lets EAGLE, HASS and
+    DFlash diverge, and EAGLE-3 is better at 6e-3. None for other optimizers.
     """
     rates = TRAINED if starts_trained(recipe) else DRAFTERS[recipe.drafter.type].rates
     shares = {"adamw": WIDTH / width, "muon": WIDTH / width if rates.scaled else min(1.0, WIDTH / width)}
