@@ -134,16 +134,15 @@ def _batch(recipe: Recipe, config: PreTrainedConfig, processes: int) -> Batch:
 def _teacher(recipe: Recipe, target: PreTrainedModel, drafter: TrainableDrafter) -> Teacher:
     if recipe.teacher.kind == "online":
         return OnlineTeacher(target, drafter.needs.layers)
-    return _StoredTeacher(OnlineTeacher(target).lm_head, drafter)
+    normalizers = recipe.teacher.kind == "cached" and drafter.draft_vocabulary is not None
+    return _StoredTeacher(OnlineTeacher(target).lm_head, len(drafter.needs.layers), normalizers)
 
 
 class _StoredTeacher:
     """Stands for a teacher that reads its signals from files, so that the target does not run."""
 
-    def __init__(self, lm_head: TargetHead, drafter: TrainableDrafter) -> None:
-        self.lm_head = lm_head
-        self._layers = len(drafter.needs.layers)
-        self._normalizers = drafter.draft_vocabulary is not None
+    def __init__(self, lm_head: TargetHead, layers: int, normalizers: bool) -> None:
+        self.lm_head, self._layers, self._normalizers = lm_head, layers, normalizers
 
     def signals(self, batch: Batch) -> TeacherSignals:
         weight_VH, shape, hidden = self.lm_head.weight, batch.input_ids_BT.shape, self.lm_head.weight.shape[1]
