@@ -102,8 +102,10 @@ class Chat:
         return self.plain(dialogue.text, dialogue.place)
 
     def plain(self, text: str, place: str = "text") -> list[int]:
-        """Return the tokens of a text that goes through no template."""
-        return self._ids(text, place)
+        """Return the tokens of a text that goes through no template, with one BOS where the tokenizer adds it."""
+        ids, bos = self._ids(text, place), self.tokenizer.bos_token_id
+        twice = bos is not None and ids[:2] == [bos, bos] and self.tokenizer("")["input_ids"][:1] == [bos]
+        return ids[1:] if twice else ids  # the text began with BOS, as text that a template rendered does
 
     def generation_prompt(self, messages: list[Message], of: Conversation) -> list[int]:
         """Return the tokens of messages and of the start of an answer; without a template, of the messages on lines."""
@@ -233,7 +235,7 @@ class Chat:
         ids = self.response(prompt, answer, place)
         if not ids:
             raise _unanswered(place)
-        end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        end = [] if self.tokenizer.eos_token_id in (None, ids[-1]) else [self.tokenizer.eos_token_id]
         ids = [*prompt, *ids, *end]
         return Encoded(ids, [[len(prompt), len(ids)]])
 

@@ -129,7 +129,7 @@ def conversation(place: str, row: dict[str, Any], images: Path | None = None) ->
         elif answer is not None and messages[-1]["role"] != ASSISTANT:
             messages = [*messages, {"role": ASSISTANT, "content": answer}]
         return Conversation(place, messages, tools=tools, **kept)
-    text = _text(row)
+    text = _asked_text(row)
     if not text and {"input_ids", "loss_mask"} <= row.keys():
         ids, mask = row["input_ids"], row["loss_mask"]
         if not isinstance(ids, list) or not isinstance(mask, list) or len(ids) != len(mask):
@@ -181,7 +181,7 @@ def mask_spans(mask: Iterable[int]) -> list[list[int]]:
     return spans
 
 
-def _text(row: dict[str, Any]) -> str:
+def _asked_text(row: dict[str, Any]) -> str:
     for key in TEXTS:
         value = row.get(key)
         if isinstance(value, str) and value.strip():
@@ -215,7 +215,7 @@ def _messages(
             messages = read_messages(place, entries, images)
             break
     system = _system(place, row)
-    text = "" if messages or (isinstance(row.get("text"), str) and "prompt" not in row) else _text(row)
+    text = "" if messages or (isinstance(row.get("text"), str) and "prompt" not in row) else _asked_text(row)
     if text and (system is not None or isinstance(answer, list)):  # what plain text cannot show
         messages = [{"role": "user", "content": text}]
     if not messages and isinstance(answer, list):
@@ -284,11 +284,8 @@ def _local(path: Path) -> Iterator[Row]:
         raise ConfigError(f"prompts={path} is not a regular file; expected a file or a folder")
     elif path.suffix in TABLES:
         yield from _numbered(path, _load(str(path), TABLES[path.suffix], data_files=str(path), split="train"))
-    elif path.suffix == ".txt":
-        options = {"data_files": str(path), "split": "train", "sample_by": "paragraph", "encoding": ENCODING}
-        yield from _numbered(path, _load(str(path), "text", **options))
     else:
-        yield from _json(path)
+        yield from _text(path)
 
 
 def _folder(path: Path) -> Iterator[Row]:
@@ -343,8 +340,8 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def _json(path: Path) -> Iterator[Row]:
-    """Read JSON lines or one array of objects, without `datasets`, whose errors do not name the line."""
+def _text(path: Path) -> Iterator[Row]:
+    """Read lines of text, JSON lines or one array of objects, without `datasets`, whose errors do not name the line."""
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rt", encoding=ENCODING) as file:
@@ -353,7 +350,8 @@ def _json(path: Path) -> Iterator[Row]:
                 yield from _array(path, file.read())
                 return
             file.seek(0)
-            yield from _json_lines(path, file)
+            for place, line in _lines(path, file):
+                yield place, {"text": line} if path.suffix == ".txt" else _object(place, line)
     except (UnicodeDecodeError, OSError, EOFError, zlib.error) as error:
         raise _unreadable(path, error) from error
 
@@ -365,22 +363,19 @@ def _begins_with(file: TextIO, character: str) -> bool:
     return first == character
 
 
-def _json_lines(name: str | Path, file: TextIO) -> Iterator[Row]:
-    """Yield the objects of JSON lines as they are read; ConfigError naming the line of one that is no object."""
+def _lines(name: str | Path, file: TextIO) -> Iterator[tuple[str, str]]:
+    """Yield the file and number, and the text, of each line that is not blank, as they are read."""
     number = 0
-    try:
-        while line := file.readline(LONGEST_ROW):
-            number += 1
-            if len(line) == LONGEST_ROW:
-                raise ConfigError(f"{name}:{number}: a line of {LONGEST_ROW} characters or more; expected shorter")
-            if line.strip():
-                yield f"{name}:{number}", _object(f"{name}:{number}", line)
-    except UnicodeDecodeError as error:
-        raise _unreadable(name, error) from error
+    while line := file.readline(LONGEST_ROW):
+        number += 1
+        if len(line) == LONGEST_ROW:
+            raise ConfigError(f"{name}:{number}: a line of {LONGEST_ROW} characters or more; expected shorter")
+        if line.strip():
+            yield f"{name}:{number}", line.rstrip("\n")
 
 
 def _unreadable(name: str | Path, error: Exception) -> ConfigError:
-    return ConfigError(f"{name} cannot be read as text ({reason_of(error)}); expected JSON in UTF-8")
+    return ConfigError(f"{name} cannot be read as text ({reason_of(error)}); expected UTF-8")
 
 
 def _array(path: Path, text: str) -> Iterator[Row]:

@@ -77,9 +77,8 @@ def stream(
     (temperature,) = settings.temperatures
     console, log = Terminal(soft_wrap=True), Terminal(stderr=True)
     encoder_decoder = session.target.config.is_encoder_decoder
-    ids, inputs = tokenizer(prompt)["input_ids"], None
-    if asked is not None:
-        ids, inputs = Chat(tokenizer, processor=session.processor).prompt_inputs(asked.messages, asked)
+    chat = Chat(tokenizer, processor=session.processor)
+    ids, inputs = (chat.plain(prompt), None) if asked is None else chat.prompt_inputs(asked.messages, asked)
     text = IncrementalText(tokenizer, () if encoder_decoder else ids)
     if drafter is not None and console.is_terminal:
         log.print(Text.assemble(("proposed by the drafter", DRAFTED), ", ", ("chosen by the target", OWN)))

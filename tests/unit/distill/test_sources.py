@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.distill.chat_template import Chat, Encoded, template_text
@@ -73,8 +74,11 @@ def test_every_kind_of_file_is_read(tmp_path: Path) -> None:
         found = read(tmp_path / name)
         assert [row for _, row in found] == rows, name
         assert found[1][0] == f"{tmp_path / name}:2"
-    (tmp_path / "d.txt").write_text("first\nof it\n\nsecond")
-    assert [row for _, row in read(tmp_path / "d.txt")] == [{"text": "first\nof it"}, {"text": "second"}]
+    (tmp_path / "d.txt").write_bytes(b"\xef\xbb\xbffirst\r\n\n  \nsecond \n")
+    assert read(tmp_path / "d.txt") == [
+        (f"{tmp_path / 'd.txt'}:1", {"text": "first"}),
+        (f"{tmp_path / 'd.txt'}:4", {"text": "second "}),
+    ]
     assert len(read(tmp_path)) == 12, "a folder is all of its files"
     Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
     assert [row for _, row in read(tmp_path / "saved")] == rows
@@ -270,6 +274,21 @@ def test_answers_of_text(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     for row in ({"prompt": "ab"}, {"messages": [USER]}, {"prompt": "ab", "response": ""}):
         with pytest.raises(ConfigError, match=r"f:1: no answer; data\.response='text' expected"):
             encoded(tiny_tokenizer, row)
+
+
+def test_text_that_begins_or_ends_with_special_tokens_has_them_once() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    twice = {"prompt": "<s><s>ab", "response": "cd</s>"}
+    assert Chat(tokenizer).plain("<s><s>ab")[:3] == [bos, bos, *tokenizer("a")["input_ids"]], "it adds no BOS"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    ab, cd = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("ab", "cd"))
+    for text in ("ab", "<s>ab"):
+        assert Chat(tokenizer).plain(text) == [bos, *ab]
+        assert Chat(tokenizer).encode(conversation("f:1", {"text": text + text}), 2)[0].input_ids[:3] == [bos, *ab]
+    (found,) = Chat(tokenizer).encode(conversation("f:1", twice), 9)
+    assert found == Encoded([bos, bos, *ab, *cd, eos], [[4, 7]])
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
