@@ -28,12 +28,11 @@ from draftsmith.distill.draft_probabilities import (
     draft_rows,
     forward_kl_and_alpha,
 )
-from draftsmith.distill.draft_weights import DraftWeights, TokenWeights
+from draftsmith.distill.draft_weights import DraftWeights
 from draftsmith.distill.losses import (
     ACCEPTED_LENGTH,
     LOSSES,
     LossInputs,
-    cross_entropy,
     overlap,
     top_k_cross_entropy,
 )
@@ -139,9 +138,7 @@ class Objective:
     position_decay: float = 0.8
     """Draft position k has the weight position_decay ** k."""
     draft_length: int = 4
-    """For accepted_length and D-PACE: draft positions of drafters whose states serve every depth."""
-    dpace: float | None = None
-    """a of D-PACE, which weights a position by the accepted text that depends on it; None: no such weights."""
+    """For accepted_length: draft positions of drafters whose states serve every depth."""
     chunk_tokens: int = 512
     feature_weight: float = 0.0
     """Weight of EAGLE's regression: SmoothL1 between the drafter's state and the target's (arXiv:2401.15077, 4)."""
@@ -168,20 +165,15 @@ class Objective:
         `last_alpha`: alpha of each position over the last global batch, for lk_lambda; None in the first step.
         """
         aligned = align(unrolled, signals)
-        weights = self._draft_weights(aligned)
+        terms = self.terms
+        weights = DraftWeights(aligned.positions, self.draft_length) if ACCEPTED_LENGTH in terms else None
         sums = _Sums.of(aligned)
         parts = self._parts(aligned, sums, weights, lm_head, last_alpha or [0.0] * len(unrolled))
         states = [position.student_ND for position in aligned.positions]
         loss = summed_loss(parts, states, [parameter for entry in unrolled for parameter in entry.parameters()])
         if weights is not None:
-            loss = loss + weights.constant()
+            loss = loss + terms[ACCEPTED_LENGTH] * weights.constant()
         return AgreementSums(loss, torch.stack(sums.alpha), torch.stack(sums.match), sums.count_K)
-
-    def _draft_weights(self, aligned: Aligned) -> DraftWeights | None:
-        length_weight = self.terms.get(ACCEPTED_LENGTH)
-        if length_weight is None and self.dpace is None:
-            return None
-        return DraftWeights(aligned.positions, self.dpace, length_weight, self.draft_length)
 
     def _parts(
         self,
@@ -214,8 +206,8 @@ class Objective:
             if weights is not None:
                 weights.update()
             for some in waiting[0][1]:
-                extra = TokenWeights() if weights is None else weights.at(some.k, some.place)
-                one = partial(self._loss, waiting[0][0], some, extra, last_alpha[some.k], sums)
+                weight_n = None if weights is None else weights.at(some.k, some.place)
+                one = partial(self._loss, waiting[0][0], some, weight_n, last_alpha[some.k], sums)
                 yield Part(some.k, some.place, one)
                 del one
             waiting.popleft()
@@ -232,31 +224,31 @@ class Objective:
         return self.terms.keys() == {"kl"} and not self.top_k_weight
 
     def _record(self, weights: DraftWeights, target: TargetChunk, tokens: Sequence["_Tokens"]) -> None:
-        """Record how far the tokens of a chunk agree; the weights follow from it."""
+        """Record alpha of the tokens of a chunk; the weights follow from it."""
         for some in tokens:
             compared = target.compare(some.position.student_ND[some.place], some.rows_n, some.position.entry)
-            p_log_ND, q_log_ND = compared.rows()
-            argmax_N = compared.target_argmax_N
-            likelihood_N = torch.where(argmax_N >= 0, (-cross_entropy(argmax_N, q_log_ND)).exp(), 0.0)
-            weights.record(some.k, some.place, overlap(p_log_ND, q_log_ND), likelihood_N)
+            weights.record(some.k, some.place, overlap(*compared.rows()))
 
     def _loss(
         self,
         target: TargetChunk,
         some: "_Tokens",
-        extra: TokenWeights,
+        weight_n: Tensor | None,
         last_alpha: float,
         sums: "_Sums",
         student_ND: Tensor,
     ) -> Tensor:
-        """Return the summed loss of some tokens of a draft position, and add their agreement to `sums`."""
+        """Return the summed loss of some tokens of a draft position, and add their agreement to `sums`.
+
+        `weight_n`: see `DraftWeights`; None without the term accepted_length.
+        """
         entry = some.position.entry
         compared = target.compare(student_ND, some.rows_n, entry)
         if compared.p is not None:
             kl_N, alpha_N = forward_kl_and_alpha(compared.q_ND, compared.p, self.temperature)
             loss_N = self.terms["kl"] * kl_N
         else:
-            loss_N, alpha_N = self._compared(compared, extra.length_n is not None, last_alpha)
+            loss_N, alpha_N = self._compared(compared, weight_n is not None, last_alpha)
         sums.add(some.k, alpha_N.detach(), compared)
         if self.feature_weight and entry.regresses:
             teacher_ND = compared.known.hidden_NH.to(student_ND.dtype)
@@ -267,11 +259,9 @@ class Objective:
             loss_N = loss_N + self.confidence_weight * nn.functional.binary_cross_entropy_with_logits(
                 sure_N, alpha_N.detach().clamp(0, 1), reduction="none"
             )
-        if extra.dpace_n is not None:
-            loss_N = loss_N * extra.dpace_n
         loss = self.position_decay**some.k * loss_N.sum()
-        if extra.length_n is not None:  # no decay: the accepted length itself weights the positions
-            loss = loss - self.terms[ACCEPTED_LENGTH] * (extra.length_n * alpha_N).sum()
+        if weight_n is not None:  # no decay: the accepted length itself weights the positions
+            loss = loss - self.terms[ACCEPTED_LENGTH] * (weight_n * alpha_N).sum()
         return loss
 
     def _compared(self, compared: Compared, differentiable: bool, last_alpha: float) -> tuple[Tensor, Tensor]:

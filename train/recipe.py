@@ -1,7 +1,9 @@
 """The recipe: every setting of a training run, read from YAML and checked before any work starts."""
 
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from difflib import get_close_matches
+from functools import reduce
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -45,24 +47,6 @@ SECTIONS: dict[str, type[Section]] = {
     "publish": PublishSection,
 }
 """Every section but `drafter`, whose keys depend on its type."""
-REMOVED = {
-    "data.deduplicate": True,
-    "data.pack_tokens": None,
-    "objective.beta": 0.5,
-    "objective.eta": 3.0,
-    "objective.position_weights": [],
-    "train.adamw_learning_rate": None,
-    "train.timeout_minutes": 1440,
-    "cotrain.lora_alpha": 16.0,
-    "cotrain.quality_weight": 1.0,
-    "cotrain.ramp_fraction": 0.2,
-    "drafter.lora_alpha": 16.0,
-    "publish.when": "end",
-    "drafter.hidden_size": None,
-    "drafter.num_attention_heads": None,
-}
-"""Keys of earlier versions, `section.key` or `drafter.key`, with the value that holds now. Recipes in runs, checkpoints
-and drafters may have them with this value alone."""
 
 
 class Recipe(Section):
@@ -280,23 +264,27 @@ def parse_recipe(values: dict[str, Any], source: str) -> Recipe:
     Raises:
         ConfigError: with the first problem in one line, and `source`.
     """
-    values = _without_removed(values, source)
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
         raise ConfigError(f"{_explain(error, values)} ({source})") from error
 
 
-def _without_removed(values: dict[str, Any], source: str) -> dict[str, Any]:
-    """Return the plain values of a recipe without the keys in `REMOVED`; ConfigError where one has another value."""
-    kept = {name: dict(section) if isinstance(section, dict) else section for name, section in values.items()}
-    for place, held in REMOVED.items():
-        name, key = place.split(".")
-        section = kept.get(name)
-        if isinstance(section, dict) and key in section and (value := section.pop(key)) != held:
-            expected = f"none: {held!r} holds since the key was removed"
-            raise ConfigError(f"{place}={value!r}; expected {expected} ({source})")
-    return kept
+def parse_stored(values: dict[str, Any], source: str) -> Recipe:
+    """Return the recipe that a run has stored: a key that this version does not have is left out where it was off.
+
+    Raises:
+        ConfigError: as `parse_recipe`, also for such a key with another value.
+    """
+    try:
+        Recipe.model_validate(values)
+    except ValidationError as error:
+        values = deepcopy(values)
+        for problem in error.errors():
+            if problem["type"] == "extra_forbidden" and not problem["input"]:
+                *sections, key = _location(problem, values)
+                del reduce(dict.__getitem__, sections, values)[key]
+    return parse_recipe(values, source)
 
 
 def override(values: dict[str, Any], entry: str) -> None:

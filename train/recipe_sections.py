@@ -75,8 +75,6 @@ class ObjectiveSection(Section):
     """Temperature of both p and q in the objective. For greedy decoding use 'ce'."""
     position_decay: Annotated[Number, Field(gt=0, le=1)] = 0.8
     """Draft position k has the weight position_decay ** k."""
-    dpace: Annotated[Number, Field(ge=0, le=1)] | None = None
-    """Weight positions by how much of the draft depends on them (D-PACE), with this smoothing; its authors use 0.5."""
     chunk_tokens: Count = 1024
     """Tokens whose logits are in memory at a time."""
     feature_weight: Weight = 0.0

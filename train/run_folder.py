@@ -17,7 +17,7 @@ from draftsmith.reading import dump_yaml, parse_json, parse_yaml, read_json, rea
 from draftsmith.storage import LOCK, clear_leftovers, hold_folder, is_leftover, write_json, write_text
 from draftsmith.train.checkpoint import read_state
 from draftsmith.train.learning_rates import decay_steps, warmup_steps
-from draftsmith.train.recipe import Recipe, parse_recipe
+from draftsmith.train.recipe import Recipe, parse_stored
 
 RECIPE, METRICS, FINISHED, DRAFTER, TARGET, CHECKPOINTS, FAILED = (
     "recipe.yaml",
@@ -123,7 +123,7 @@ def _require_same(
 ) -> None:
     """Raise ConfigError with the first difference; keys that newer versions added have their defaults."""
     try:
-        before = comparable(parse_recipe({**stored, "output": "earlier"}, place))
+        before = comparable(parse_stored({**stored, "output": "earlier"}, place))
     except (ConfigError, TypeError) as error:
         raise _unknown(place, error) from error
     difference = _first_difference(before, comparable(recipe))

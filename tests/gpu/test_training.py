@@ -20,7 +20,6 @@ from draftsmith.train.step import AgreementStep, Last, collate
 pytestmark = pytest.mark.gpu
 OBJECTIVES = {
     "kl": Objective(),
-    "kl, dpace": Objective(dpace=0.5),
     "accepted_length": Objective("accepted_length", draft_length=3),
     "lk_lambda": Objective("lk_lambda", temperature=0.7),
 }
@@ -60,7 +59,7 @@ def test_the_loss_is_the_cpus(name: str, objective: str, target: LlamaForCausalL
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_few_steps_in_bf16(name: str, objective: str, target: LlamaForCausalLM, device: torch.device) -> None:
-    """Weights that an objective reads first without gradient, as D-PACE does, still get one."""
+    """Weights that an objective reads first without gradient, as accepted_length does, still get one."""
     step = step_of(name, target, OBJECTIVES[objective])
     trained = {key: weight for key, weight in step.named_parameters() if weight.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), lr=3e-3, weight_decay=0.0)

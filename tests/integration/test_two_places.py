@@ -84,7 +84,7 @@ def test_families_decode(name: str) -> None:
 def loss_and_gradients(name: str) -> tuple[Tensor, dict[str, Tensor]]:
     target = target_model().to(DEVICE)
     drafter = make_drafter(name, target, noise=0.1).train()
-    step = AgreementStep(drafter, Objective(dpace=0.5), OnlineTeacher(target, drafter.needs.layers))
+    step = AgreementStep(drafter, Objective("accepted_length"), OnlineTeacher(target, drafter.needs.layers))
     torch.manual_seed(0)
     with torch.autocast("cpu", torch.bfloat16):
         loss = step(batch_on(DEVICE), 0.5, Last([0.4] * 8))[0]

@@ -44,7 +44,7 @@ def require_parts(rank: int) -> None:
     """In one of three processes."""
     part = SequencePart(rank, COUNT, dist.group.WORLD)
     for kind in ("eagle", "eagle3"):
-        for options in ({"feature_weight": 0.5}, {"kind": "accepted_length"}, {"dpace": 0.5, "chunk_tokens": 3}):
+        for options in ({"feature_weight": 0.5}, {"kind": "accepted_length", "chunk_tokens": 3}):
             objective = Objective(**options)
             found, expected = (loss_and_gradients(kind, some, objective) for some in (part, None))
             for name, value in found.items():

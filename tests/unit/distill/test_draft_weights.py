@@ -1,10 +1,8 @@
-"""Losses weighted by what the draft tokens before survive: expected accepted length and D-PACE, and their gradients."""
-
-import math
+"""The expected accepted length, a loss whose weights depend on the other tokens of the draft, and its gradients."""
 
 import pytest
 import torch
-from plain_losses import B, D, H, T, V, overlap, plain_loss, random_signals, three_positions
+from plain_losses import B, D, H, T, V, overlap, random_signals, three_positions
 from torch import Tensor, nn
 
 from draftsmith.distill.objective import Objective
@@ -55,31 +53,6 @@ def test_expected_accepted_length_of_a_draft_model(chunk: int) -> None:
     torch.testing.assert_close(ours.double(), expected, rtol=1e-6, atol=1e-6)
     for mine, plain in zip(torch.autograd.grad(ours, [state]), torch.autograd.grad(expected, [state]), strict=True):
         torch.testing.assert_close(mine, plain, rtol=1e-8, atol=1e-12)
-
-
-@pytest.mark.parametrize("chunk", [1, 2, 4, 1000])
-def test_dpace_weights(chunk: int) -> None:
-    """weight_k = sum_{j>=k} prod_{i<=j} s_i with s = (1 - a) q(target's argmax) + a, detached."""
-    signals, lm_head, unrolled, states = three_positions(torch.Generator().manual_seed(13))
-    ours = Objective("ce", dpace=0.5, position_decay=1.0, chunk_tokens=chunk)(unrolled, signals, lm_head).loss
-    expected = torch.zeros((), dtype=torch.float64)
-    for b in range(B):
-        for t in range(T):
-            losses, sure = [], []
-            for entry in unrolled:
-                place = t + entry.offset
-                if place < T and signals.mask_BT[b, place]:
-                    p, q = lm_head(signals.hidden_BTH[b, place]), entry.head(entry.hidden_BTD[b, t])
-                    losses.append(plain_loss("ce", p, q))
-                    sure.append(0.5 * math.exp(-losses[-1].item()) + 0.5)
-                else:
-                    losses.append(torch.zeros((), dtype=torch.float64))
-                    sure.append(0.0)
-            for k, loss in enumerate(losses):
-                expected = expected + sum(math.prod(sure[: j + 1]) for j in range(k, 3)) * loss
-    torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=1e-5)
-    for mine, plain in zip(torch.autograd.grad(ours, states), torch.autograd.grad(expected, states), strict=True):
-        torch.testing.assert_close(mine, plain, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 1000])

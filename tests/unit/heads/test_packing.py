@@ -32,7 +32,6 @@ OBJECTIVES = {
     "kl": Objective(kind="kl", feature_weight=0.5),
     "accepted_length": Objective(kind="accepted_length"),
     "lk_lambda": Objective(kind="lk_lambda"),
-    "dpace": Objective(kind="kl", dpace=0.5),
 }
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 """fp64, but Llama's norms and rotary embeddings compute in fp32 (24 bits); a leak is thousands of times larger."""

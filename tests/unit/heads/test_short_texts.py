@@ -29,7 +29,7 @@ FAMILIES = {
     "dflash": {"block_size": 5},
     "dspark": {"block_size": 5, "markov_rank": 3, "confidence_head": True},
 }
-OBJECTIVES = [Objective(), Objective(kind="lk_lambda"), Objective(kind="accepted_length", dpace=0.5)]
+OBJECTIVES = [Objective(), Objective(kind="lk_lambda"), Objective(kind="accepted_length")]
 LONG = {"input_ids": [5, 9, 33, 2, 11, 9, 8, 23, 60], "spans": [[2, 9]]}
 SHORT = {
     "two tokens": {"input_ids": [7, 30], "spans": [[1, 2]]},

@@ -40,12 +40,11 @@ def test_an_encoder_reads_prompts_and_a_decoder_responses() -> None:
     assert plain.mask_BT.tolist() == [[False, True, True, True, False]]
 
 
-@pytest.mark.parametrize("objective", [Objective(dpace=0.5), Objective("accepted_length")], ids=["dpace", "length"])
-def test_heads_that_are_read_without_gradient_first_are_trained_in_bf16(objective: Objective) -> None:
+def test_heads_that_are_read_without_gradient_first_are_trained_in_bf16() -> None:
     """Older torch gives them no gradient: autocast keeps the cast of the first reading (pytorch/pytorch#165068)."""
     target = make_llama().requires_grad_(False)
     drafter = Medusa.from_target(target)
-    step = AgreementStep(drafter, objective, OnlineTeacher(target))
+    step = AgreementStep(drafter, Objective("accepted_length"), OnlineTeacher(target))
     with torch.autocast("cpu", torch.bfloat16):
         loss = step(collate(ROWS, [0, 1], CPU), 0.0, Last())[0]
     loss.backward()
