@@ -153,7 +153,7 @@ class FeatureQueue:
         self.counts: Counts | None = None
         """Number of tokens of each text; None before the first."""
         self.values_BSF: Tensor | None = None
-        """Padded on the right; None while the queue is empty."""
+        """As wide as the largest count, padded on the right; None while the queue is empty."""
 
     def add(self, features_BQF: Tensor, counts: Counts) -> None:
         """Append the features of the first `counts` tokens of each row."""
@@ -163,7 +163,7 @@ class FeatureQueue:
             return
         self.counts = held + counts
         both_BSF, S = torch.cat([self.values_BSF, new_BQF], 1), self.values_BSF.shape[1]
-        if held.equal:  # to S
+        if held.equal:  # to S, as the storage is as wide as the largest count
             self.values_BSF = both_BSF
             return
         place_n, held_B1 = torch.arange(max(self.counts), device=both_BSF.device), held.on_device_B[:, None]
@@ -195,4 +195,5 @@ class FeatureQueue:
     def keep(self, rows: list[int]) -> None:
         """Keep only these texts, in this order."""
         if self.values_BSF is not None and self.counts is not None:
-            self.values_BSF, self.counts = rows_of(self.values_BSF, rows), self.counts.keep(rows)
+            self.counts = self.counts.keep(rows)
+            self.values_BSF = rows_of(self.values_BSF[:, : max(self.counts)], rows)

@@ -1,22 +1,27 @@
 """Batches: each text equals the text that is decoded alone."""
 
+from collections import Counter
+
 import pytest
 import torch
 from conftest import make_llama
 from half_precision import require_greedy
-from transformers import LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
+from transformers import LlamaForCausalLM, RepetitionPenaltyLogitsProcessor, StoppingCriteria
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.draws import Draws, seeded_draws
+from draftsmith.decode.fastest import fastest_decoder
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies import Chain, policy_named
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeOutput, DecodeSequence, Round
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.errors import ConfigError
+from draftsmith.heads import HEADS
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel
+from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.medusa import Medusa
 from draftsmith.heads.retrieval import Hybrid
 from draftsmith.heads.rows import Counts
@@ -53,6 +58,49 @@ def test_each_text_equals_the_text_decoded_alone(
         overlaps = [[value for record in text.rounds for value in record.overlap] for text in (out, alone)]
         assert overlaps[0] == pytest.approx(overlaps[1], abs=1e-5)
     assert len({len(out.tokens) for out in together}) > 1, "the texts should end at different times"
+
+
+class PairsOfTokens(StoppingCriteria):
+    """Ends a text after one of three pairs: at different times, also inside of drafts."""
+
+    def __call__(self, input_ids: torch.LongTensor, scores: object, **_: object) -> bool:  # pyright: ignore
+        return input_ids[0, -2:].tolist() in ([0, 1], [2, 3], [5, 5])
+
+
+@pytest.mark.parametrize("kind", ["dflash", "mtp"])
+def test_the_default_policy_in_ragged_batches(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds with retrieved drafts, with those of the drafter and without any, while texts end: tokens and records."""
+    target = make_llama(vocab_size=8, num_hidden_layers=3, initializer_range=0.25).double()
+    torch.manual_seed(0)
+    options = {"dflash": {"block_size": 4, "layers": [1, 2]}, "mtp": {}}[kind]
+    drafter = HEADS[kind].from_target(target, **options).double().eval()
+    costs = Costs({1: 1.0, 2: 1.5, 16: 9.0}, {1: 0.2})  # a draft pays now and then
+    decoder = fastest_decoder(target, drafter, costs=costs, texts=6)
+    found: Counter[bool] = Counter()
+    retrieve = Hybrid.retrieve
+
+    def counted(own: Hybrid, row: int, room: int) -> Draft | None:
+        draft = retrieve(own, row, room)
+        found[draft is not None] += 1
+        return draft
+
+    monkeypatch.setattr(Hybrid, "retrieve", counted)
+    settings = {"max_new_tokens": 80, "eos_token_id": None, "temperature": 1.3, "stopping_criteria": [PairsOfTokens()]}
+    empty = rounds = 0
+    for first in (0, 100, 200):
+        prompts = [[(first // 100 + 3 * i + 5 * j) % 8 for i in range(2 + 3 * j)] for j in range(6)]
+        for number, out in enumerate(decoder.generate_batch(prompts, seeds=first, **settings)):
+            alone = decoder.generate(prompts[number], seed=first + number, **settings)
+            assert out.tokens == alone.tokens
+            assert records(out) == records(alone)
+            rounds += len(out.rounds)
+            empty += sum(record.drafted == 0 for record in out.rounds)
+    assert min(empty, rounds - empty, found[True], found[False]) > 10, "every kind of round"
+
+
+def records(out: DecodeOutput) -> list[tuple[object, ...]]:
+    """Return the records of a text without their seconds."""
+    return [(r.drafted, r.depth, r.accepted, r.committed, [round(v, 9) for v in r.overlap]) for r in out.rounds]
 
 
 def test_the_target_alone_in_a_batch(tiny_target: LlamaForCausalLM) -> None:

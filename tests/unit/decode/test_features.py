@@ -14,10 +14,9 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("seed", range(8))
 def test_each_text_gets_its_features_once_and_in_order(seed: int) -> None:
     rng, queue = random.Random(seed), FeatureQueue()
-    expected: list[list[float]] = [[] for _ in range(4)]
+    expected: list[list[float]] = [[] for _ in range(8)]
     for _ in range(40):
-        counts = [rng.randint(0, 3) for _ in expected]
-        counts[0] += 1  # the target reads the root of a draft at least
+        counts = [rng.choice([1, 1, 1, 4]) for _ in expected]  # rows without the widest one are often equal
         features_BQF = torch.rand(len(expected), 5, 1)
         queue.add(features_BQF, Counts(counts, CPU))
         for row, count in enumerate(counts):
