@@ -40,7 +40,7 @@ from draftsmith.heads.base import Drafter
 from draftsmith.storage import cache_dir
 from draftsmith.train import trainer as loop
 from draftsmith.train.launch import make_accelerator
-from draftsmith.train.learning_rates import default_rate, divergence_warning, width_of
+from draftsmith.train.learning_rates import default_rate, width_of
 from draftsmith.train.recipe import Recipe, load_recipe
 from draftsmith.train.run_folder import claim_output, read_metrics
 
@@ -248,8 +248,6 @@ def run(wanted: dict[str, Any]) -> dict[str, Any]:
     losses = [row["loss"] for row in rows]
     result["losses"] = [round(losses[min(place, len(losses) - 1)], 3) for place in (0, 9, 19, 39, -1) if losses]
     result["last_loss"] = round(sum(losses[-20:]) / max(1, len(losses[-20:])), 3)
-    prefixes = (losses[:count] for count in range(1, len(losses) + 1))
-    result["diverged"] = any(divergence_warning(recipe, prefix, width) for prefix in prefixes)
     result["alpha"] = [round(sum(row["alpha"][0] for row in rows[-20:]) / max(1, len(rows[-20:])), 4)]
     result["width"] = width
     shutil.rmtree(output, ignore_errors=True)  # the weights of a large target's draft model take gigabytes

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from draftsmith.errors import ConfigError
 from draftsmith.eval.journal import JOURNAL, require_same_run, whole_lines
-from draftsmith.eval.learning_curve import outlook, time_split
+from draftsmith.eval.learning_curve import time_split
 from draftsmith.eval.prompts import OVERALL
 from draftsmith.eval.results import EVALUATION, Evaluation, Row, read_evaluation, short_policy
 from draftsmith.eval.settings import Settings, require_same_settings
@@ -189,9 +189,9 @@ def _values(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def training_lines(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Return a sentence for each drafter whose run shows what more steps would bring, and one on its steps' time."""
-    found = [(name, sentence(metrics)) for name, metrics in runs.items() for sentence in (outlook, time_split)]
-    return [f"{name}: {text}." for name, text in found if text is not None]
+    """Return a sentence on the time of a training step for each drafter whose run measured it."""
+    found = {name: time_split(metrics) for name, metrics in runs.items()}
+    return [f"{name}: {text}." for name, text in found.items() if text is not None]
 
 
 def _conditions(evaluation: Evaluation, prompts: int) -> list[tuple[str, str]]:

@@ -170,7 +170,6 @@ def write_card(
     Raises:
         ConfigError: for a folder that is not a checkpoint, and a drafter without rows.
     """
-    from draftsmith.eval.learning_curve import outlook
     from draftsmith.eval.plots import evaluation_plots, training_plots  # matplotlib: only where a card is written
     from draftsmith.eval.prompts import OVERALL
 
@@ -206,7 +205,6 @@ def write_card(
         rows=overall,
         evaluation=evaluation,
         plots=plots,
-        outlook=outlook(metrics),
         recipe=recipe if {"data", "objective", "teacher", "train"} <= recipe.keys() else None,
         recipe_text=dump_yaml(recipe),
         steps=max((row["step"] for row in metrics if "loss" in row), default=(recipe.get("train") or {}).get("steps")),

@@ -3,7 +3,7 @@
 import hashlib
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from draftsmith.reading import read_json
 from draftsmith.storage import atomic_folder, write_json
 from draftsmith.train.step import Last
 
-STATE, AVERAGE = "state.json", "average.safetensors"
+STATE = "state.json"
 HASHES = "sha256"
 """Key of `state.json`: SHA-256 of each tensor file by name, and the fingerprint of the other keys of `state.json`."""
 UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError)
@@ -37,8 +37,6 @@ class Progress:
     """KL of the last step, where adapters are trained on the target."""
     evaluated: bool = True
     """False when a signal came before the evaluation that is due after this step."""
-    best_averaged: bool = False
-    """Whether the best drafter has averaged weights."""
     end: int | None = None
     """The run's last step, where it ends before the recipe's, see `early_end`."""
 
@@ -55,8 +53,6 @@ class TrainState:
     """Trained weights by name."""
     moments: dict[str, dict[str, Tensor]]
     """The optimizers' state by name of the weight and the optimizer's key; empty before the first step."""
-    average: dict[str, Tensor] = field(default_factory=dict)
-    """Averages of the weights, where the recipe has train.average."""
 
 
 def save_state(folder: Path, progress: Progress, recipe: dict[str, Any], state: TrainState, keep: int) -> None:
@@ -68,8 +64,6 @@ def save_state(folder: Path, progress: Progress, recipe: dict[str, Any], state: 
     with atomic_folder(checkpoint_folder(folder, progress.step)) as temporary:
         save_file(state.weights, temporary / "model.safetensors")
         save_file(moments, temporary / "optimizer.safetensors")
-        if state.average:
-            save_file(state.average, temporary / AVERAGE)
         values = {**asdict(progress), "recipe": recipe}
         hashes = {file.name: _sha256(file) for file in sorted(temporary.iterdir())}
         write_json(temporary / STATE, {**values, HASHES: {**hashes, STATE: fingerprint(values)}})
@@ -128,7 +122,7 @@ def load_from(checkpoint: Path, put: Callable[[TrainState], None]) -> Progress:
         raise DraftsmithError(
             f"continue_from={checkpoint} cannot be read ({reason_of(error)}); expected an intact checkpoint"
         ) from error
-    return replace(progress, best_tau=0.0, best_step=0, best_averaged=False, evaluated=False, end=None)
+    return replace(progress, best_tau=0.0, best_step=0, evaluated=False, end=None)
 
 
 def checkpoint_folder(folder: Path, step: int) -> Path:
@@ -158,8 +152,7 @@ def _put(checkpoint: Path, put: Callable[[TrainState], None]) -> Progress:
     for place, value in load_file(checkpoint / "optimizer.safetensors").items():
         name, _, key = place.rpartition("/")
         moments.setdefault(name, {})[key] = value
-    average = load_file(checkpoint / AVERAGE) if (checkpoint / AVERAGE).exists() else {}
-    put(TrainState(weights, moments, average))
+    put(TrainState(weights, moments))
     return progress
 
 

@@ -143,16 +143,12 @@ def early_end(
     from draftsmith.eval.learning_curve import LearningCurve  # few runs need it
 
     target, window = recipe.train.target_tau, recipe.train.patience
-    curves = [curve for key in ("evaluation", "average") if (curve := LearningCurve.of(metrics, key)) is not None]
-    for curve in curves:
-        if target is not None and curve.last().interval[0] >= target:
-            return step, f"tau {curve.last()} has reached train.target_tau={target:g}"
-    if window is None or decaying or not curves:
+    curve = LearningCurve.of(metrics)
+    if curve is not None and target is not None and curve.last().interval[0] >= target:
+        return step, f"tau {curve.last()} has reached train.target_tau={target:g}"
+    rise = None if curve is None or window is None or decaying else curve.rise(window)
+    if rise is None or rise.interval[0] > 0:
         return None
-    rises = [rise for curve in curves if (rise := curve.rise(window)) is not None]
-    if len(rises) < len(curves) or any(rise.interval[0] > 0 for rise in rises):
-        return None
-    rise = max(rises)  # of own and averaged weights
     reason = f"tau has stopped rising: {rise.value:+.2f} [{rise.interval[0]:.2f}, {rise.interval[1]:.2f}] "
     reason += f"from {window} evaluations to the next {window}"
     last = step + decay_steps(recipe) if recipe.train.schedule == "wsd" else step

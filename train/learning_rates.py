@@ -1,11 +1,4 @@
-"""Learning rates by step; optimizer and rate where a recipe names none (benchmarks/rates.py, docs/benchmarks.md).
-
-A warning where the losses of a run's first steps show that its learning rate is far off.
-"""
-
-import math
-from collections.abc import Sequence
-from itertools import accumulate
+"""Learning rates by step; optimizer and rate where a recipe names none (benchmarks/rates.py, docs/benchmarks.md)."""
 
 from transformers import PreTrainedConfig
 
@@ -92,11 +85,6 @@ def described(recipe: Recipe, width: int) -> str:
     )
 
 
-def _default_said(recipe: Recipe, width: int) -> str:
-    rate = default_rate(recipe, width)
-    return "there is no default" if rate is None else f"the default for this drafter is {rate:g}"
-
-
 def target_width(recipe: Recipe) -> int:
     """Return the target's hidden size from its config, without loading the target."""
     settings = recipe.target
@@ -107,81 +95,3 @@ def target_width(recipe: Recipe) -> int:
 def width_of(config: PreTrainedConfig) -> int:
     """Return the hidden size of a target."""
     return config.get_text_config(decoder=True).hidden_size
-
-
-SEQUENCES, LEAST = 40, 5
-"""Sequences and steps in a window of losses at least, so that its mean varies by a few per cent between seeds."""
-RISE, FALL = 2.0, 0.95
-"""Bounds on the highest mean of half a window relative to the lowest before it, and on the last window's mean relative
-to the first one's. At default rates losses rose by at most a fifth, and at a hundred times those rates to at least 3.8
-times; untrained drafters' losses fell to at most 0.71, and to 0.99 at a thousandth of the rate (lab log)."""
-
-
-def window(recipe: Recipe) -> int:
-    """Return the number of steps in a window."""
-    return max(LEAST, -(-SEQUENCES // recipe.train.batch_size))
-
-
-def watched_steps(recipe: Recipe) -> int:
-    """Return the step after which the rate is checked: the warm-up and four windows."""
-    return round(recipe.train.steps * recipe.train.warmup_fraction) + 4 * window(recipe)
-
-
-LAST, MOST, MARGIN = 8, 5, 0.2
-"""A run diverges if the losses of `MOST` of its `LAST` steps exceed that of the first step by this share, which is
-larger for batches of fewer than `LAST` sequences, as their losses vary more."""
-
-
-def divergence_warning(recipe: Recipe, losses: Sequence[float], width: int) -> str | None:
-    """Return a warning if most of the last losses are above that of the first step; None otherwise.
-
-    A run that diverges from its first steps is warned of after the sixth step at the earliest. Losses that are not
-    positive are not judged.
-    """
-    if not losses or min(losses) <= 0:
-        return None
-    limit = losses[0] * (1 + MARGIN * max(1.0, math.sqrt(LAST / recipe.train.batch_size)))
-    above = sum(loss > limit for loss in losses[1:][-LAST:])
-    if above < MOST:
-        return None
-    return (
-        f"train.learning_rate={recipe.peak_rate:g} is probably far too high: {above} of the last {LAST} losses are "
-        f"above the first one ({max(losses[-LAST:]):.3g} instead of {losses[0]:.3g}); {_default_said(recipe, width)}"
-    )
-
-
-def rate_warning(recipe: Recipe, losses: Sequence[float], width: int) -> str | None:
-    """Return a warning if the losses of the first `watched_steps` show a rate that is far off; None otherwise.
-
-    A drafter that starts from trained weights, its own or the target's, may have little left to learn, so its rate is
-    never too low. Losses that are not positive are not judged.
-    """
-    size, rate = window(recipe), recipe.peak_rate
-    if len(losses) < 2 * size or min(losses) <= 0:
-        return None
-    first, last = sum(losses[:size]) / size, sum(losses[-size:]) / size
-    short = size // 2 + 1
-    means = [losses[0], *(sum(losses[start : start + short]) / short for start in range(1, len(losses) - short + 1))]
-    lowest = accumulate(means, min)
-    rise, low, high = max((mean / least, least, mean) for mean, least in zip(means, lowest, strict=True))
-    default = _default_said(recipe, width)
-    if rise > RISE:
-        return (
-            f"train.learning_rate={rate:g} is probably far too high: the loss rose from {low:.3g} to {high:.3g} within "
-            f"the first {len(losses)} steps; {default}"
-        )
-    untrained = not starts_trained(recipe) and recipe.drafter.start == "untrained"
-    if last > FALL * first and untrained:
-        return (
-            f"train.learning_rate={rate:g} is probably far too low: the loss went from {first:.3g} to "
-            f"{last:.3g} within the first {len(losses)} steps; {default}"
-        )
-    return None
-
-
-def judge_rate(recipe: Recipe, losses: Sequence[float], step: int, width: int) -> str | None:
-    """Return a warning where the losses of the first `step` steps show a rate that is far off; None otherwise."""
-    if recipe.continue_from is not None:
-        return None
-    warning = divergence_warning(recipe, losses, width)
-    return rate_warning(recipe, losses, width) if warning is None and step == watched_steps(recipe) else warning

@@ -51,7 +51,6 @@ class MemoryEstimate:
     drafter: int
     gradients: int
     optimizer: int
-    """Its state, and the averages of the weights where there are any."""
     activations: int
     """Everything else at the peak: activations, logits of a chunk, features, batch."""
     cache: int
@@ -148,7 +147,7 @@ def estimate_memory(
         step.first_update()
         live.peak = live.now
         step.run()
-        moments, averages = _moments(step.optimizers), 0 if recipe.train.average is None else trained
+        moments = _moments(step.optimizers)
         rest = max(0, live.peak - weights - drafted - moments - trained)
         cache = reading = 0
         if data.response == "target":
@@ -166,7 +165,7 @@ def estimate_memory(
             target=weights - _elsewhere(recipe, target, beside_host, processes),
             drafter=drafted,
             gradients=trained,
-            optimizer=(moments // processes if sharded else moments) + averages,
+            optimizer=moments // processes if sharded else moments,
             activations=rest,
             cache=cache,
             reading=reading,

@@ -91,12 +91,11 @@ class Console:
         """Print a line."""
         self._rich.print(text, soft_wrap=True)
 
-    def evaluation(self, step: int, result: dict[str, Any], averaged: bool, validation: dict[str, Any] | None) -> None:
+    def evaluation(self, step: int, result: dict[str, Any], validation: dict[str, Any] | None) -> None:
         """Print the metrics of an evaluation, with those of the validation pass if any, in a line."""
         at = " ".join(f"{share:.2f}" for share in result["acceptance_at"])
-        loss = "" if validation is None else f", validation loss {validation['loss']:.3f}"
-        name = f"step {step}{', averaged' * averaged}"
-        self.say(f"  {name}: alpha {result['alpha']:.3f}, tau {result['tau']:.2f}, acceptance by position {at}{loss}")
+        end = at if validation is None else f"{at}, validation loss {validation['loss']:.3f}"
+        self.say(f"  step {step}: alpha {result['alpha']:.3f}, tau {result['tau']:.2f}, acceptance by position {end}")
 
     @contextmanager
     def bar(self, name: str, steps: int, done: int) -> Iterator[Callable[[dict[str, Any] | None], None]]:

@@ -110,9 +110,6 @@ class TrainSection(Section):
     """Share of the steps in which 'wsd' decays the rate to zero."""
     warmup_fraction: Annotated[Number, Field(ge=0, lt=1)] = 0.05
     """Share of the steps in which the rate rises linearly."""
-    average: Annotated[Number, Field(gt=0, lt=1)] | None = None
-    """Decay of a moving average of the drafter's weights (EMA), such as 0.99, which is evaluated too; the drafter with
-    the higher tau is kept."""
     optimizer: OptimizerName = Field(default_factory=default_optimizer)
     """'muon' optimizes the matrices inside the drafter's layers with Muon, the rest with AdamW, and needs fewer steps.
     The default is 'muon', and 'adamw' under DeepSpeed, which supports no other."""

@@ -1,16 +1,14 @@
-"""Files that a run writes while it trains: metrics, checkpoints, the best drafter, a tracker's; averaged weights."""
+"""Files that a run writes while it trains: metrics, checkpoints, the best drafter, a tracker's."""
 
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
 
 from draftsmith.distill.cotraining import Adapters, adapted_fingerprint
 from draftsmith.distill.load_target import LoadedTarget
@@ -20,12 +18,10 @@ from draftsmith.provenance import environment, model_fingerprints
 from draftsmith.storage import atomic_folder, write_text
 from draftsmith.train.checkpoint import (
     Progress,
-    TrainState,
     load_from,
     load_state,
     prune,
     save_state,
-    trained,
 )
 from draftsmith.train.engine import Engine, reduced
 from draftsmith.train.launch import TRACKER_FOLDER, RunContext
@@ -61,21 +57,18 @@ class BestDrafter:
         draft_length: int,
         adapters: Adapters | None,
     ) -> None:
-        self.tau, self.step, self.averaged = 0.0, 0, False
+        self.tau, self.step = 0.0, 0
         self._recipe, self._target, self._drafter, self._draft_length = recipe, target, drafter, draft_length
         self._adapters = adapters
         self._described = describe_target(target.model, target.tokenizer, target.name, target.revision)
 
-    def offer(self, step: int, result: dict[str, Any], averaged: bool = False) -> None:
-        """Save the drafter when no earlier tau is higher and its target is within `cotrain.max_quality_kl`.
-
-        `averaged`: its weights are averages at present.
-        """
+    def offer(self, step: int, result: dict[str, Any]) -> None:
+        """Save the drafter when no earlier tau is higher and its target is within `cotrain.max_quality_kl`."""
         quality, cotrain = result.get("target_quality"), self._recipe.cotrain
         fits = quality is None or cotrain is None or quality["kl"] <= cotrain.max_quality_kl
         if result["tau"] >= self.tau and fits:
             self.save(quality)
-            self.tau, self.step, self.averaged = result["tau"], step, averaged
+            self.tau, self.step = result["tau"], step
 
     def save(self, quality: dict[str, Any] | None) -> None:
         """Save the current drafter; `quality`: measured on a target that is trained too, see `measure_quality`."""
@@ -99,55 +92,6 @@ class BestDrafter:
                 draft_length=self._draft_length,
                 tokenizer=target.tokenizer,
             )
-
-
-class WeightAverage:
-    """The average of a module's trained weights, whole, on the processes that evaluate.
-
-    The weights count as decay * average + (1 - decay) * weights after each step, where the decay of step t, counted
-    from 0, is at most (1 + t) / (10 + t), so that the first steps do not keep the initial weights.
-    """
-
-    def __init__(self, module: nn.Module, decay: float, kept: bool) -> None:
-        """`kept`: whether this process evaluates; the others keep no average."""
-        self._module, self._decay, self._kept = module, decay, kept
-        self.weights: dict[str, Tensor] = {}
-        """Averages by name of the weight; empty before the first step."""
-
-    @torch.no_grad()
-    def update(self, step: int) -> None:
-        """Count the weights after `step`; to be called while the module holds whole weights."""
-        if not self._kept:
-            return
-        decay = min(self._decay, (1 + step) / (10 + step))
-        for name, weight in trained(self._module).items():
-            if name in self.weights:
-                self.weights[name].lerp_(weight, 1 - decay)
-            else:
-                self.weights[name] = weight.detach().clone()
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Put the averages in place of the weights, which the module must hold as a whole, until the context ends."""
-        weights = trained(self._module)
-        own = {name: weight.data for name, weight in weights.items()}
-        for name, weight in weights.items():
-            weight.data = self.weights[name]
-        try:
-            yield
-        finally:
-            for name, weight in weights.items():
-                weight.data = own[name]
-
-    def load(self, state: TrainState) -> None:
-        """Set the averages to those of a checkpoint; of one without averages, to its weights.
-
-        Raises:
-            KeyError: on all processes, for averages of another module.
-        """
-        stored = state.average or state.weights
-        weights = {name: stored[name].to(weight.device) for name, weight in trained(self._module).items()}
-        self.weights = weights if self._kept else {}
 
 
 PROJECT = "draftsmith"
@@ -220,7 +164,7 @@ def _run_id(folder: Path) -> str:
 def tracker_row(row: dict[str, Any]) -> dict[str, float]:
     """Return metrics under flat names: `train/alpha_1`, `evaluation/tau`."""
     if "evaluation" in row:
-        kinds = {key: row[key] for key in ("evaluation", "average", "validation") if key in row}
+        kinds = {key: row[key] for key in ("evaluation", "validation") if key in row}
         by_prompt = ("tokens", "rounds")
         return _flat({kind: {k: v for k, v in it.items() if k not in by_prompt} for kind, it in kinds.items()})
     return {f"train/{key}": value for key, value in _flat(row).items() if key != "step"}
@@ -243,13 +187,11 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 class Record:
     """Writes a run's files on the main process; the other processes wait for it in `meet`."""
 
-    def __init__(
-        self, context: RunContext, best: BestDrafter, engine: Engine, average: WeightAverage | None, stopping: Stopping
-    ) -> None:
+    def __init__(self, context: RunContext, best: BestDrafter, engine: Engine, stopping: Stopping) -> None:
         """Restore the last checkpoint, or the one to continue from, and open the metrics and the tracker."""
         self.best, self.stopping = best, stopping
         self._context, self._recipe, self._console = context, context.recipe, context.console
-        self._engine, self._average = engine, average
+        self._engine = engine
         self._folder = Path(self._recipe.output)
         self._main = context.accelerator.is_main_process
         self._saved: int | None = None
@@ -267,23 +209,17 @@ class Record:
 
     def _restored(self) -> Progress | None:
         """Restore the last checkpoint, or the one to continue from, and return its progress; None without one."""
-        progress, problems = load_state(self._folder / CHECKPOINTS, self._load)
+        progress, problems = load_state(self._folder / CHECKPOINTS, self._engine.load)
         for problem in problems:
             self._console.say(problem)
         if progress is not None:
             self._console.say(f"{self._recipe.name}: resuming after step {progress.step}")
             self._saved = progress.step
             self.best.tau, self.best.step = progress.best_tau, progress.best_step
-            self.best.averaged = progress.best_averaged
         elif (source := self._recipe.continue_from) is not None:
-            progress = load_from(Path(source).expanduser(), self._load)
+            progress = load_from(Path(source).expanduser(), self._engine.load)
             self._console.say(f"{self._recipe.name}: continuing {source}, after step {progress.step}")
         return progress
-
-    def _load(self, state: TrainState) -> None:
-        if self._average is not None:
-            self._average.load(state)
-        self._engine.load(state)
 
     def log(self, row: dict[str, Any]) -> None:
         """Write a row to the metrics and to the tracker."""
@@ -293,10 +229,10 @@ class Record:
         if self._tracker is not None:
             self._tracker.log(row)
 
-    def offer(self, step: int, result: dict[str, Any], averaged: bool) -> None:
+    def offer(self, step: int, result: dict[str, Any]) -> None:
         """Save the drafter if it is the best by this evaluation."""
         with self._writing(DRAFTER):
-            self.best.offer(step, result, averaged)
+            self.best.offer(step, result)
 
     def checkpoint(self, step: int, last: Last, evaluated: bool, end: int | None) -> None:
         """Save a checkpoint, unless the newest one is of this step. `end`: see `Progress`."""
@@ -305,9 +241,7 @@ class Record:
         state = self._engine.state()
         if self._main:
             best = self.best
-            progress = Progress(step, best.tau, best.step, last.alpha, last.quality_kl, evaluated, best.averaged, end)
-            if self._average is not None:
-                state = replace(state, average={name: mean.cpu() for name, mean in self._average.weights.items()})
+            progress = Progress(step, best.tau, best.step, last.alpha, last.quality_kl, evaluated, end)
             recipe, keep = comparable(self._recipe), self._recipe.train.keep_checkpoints
             with self._writing(METRICS):
                 flush_metrics(self._folder)
@@ -316,23 +250,19 @@ class Record:
         self.meet()
         self._saved = step
 
-    def weights(self, averaged: bool) -> AbstractContextManager[None]:
-        """Return the context in which the drafter has its averaged weights, or its own."""
-        return self._average.in_place() if averaged and self._average is not None else nullcontext()
-
     def finish(self, steps: int, peak: int, estimate: "MemoryEstimate | None") -> None:
-        """Write the run's summary, and print what more steps would bring and where the time went.
+        """Write the run's summary, and print where the time went.
 
         `peak`: the most bytes that this start of the run has used.
         """
         if self._main:
-            from draftsmith.eval.learning_curve import outlook, time_split  # the measurement: loaded at the end alone
+            from draftsmith.eval.learning_curve import time_split  # the measurement: loaded at the end alone
 
             memory = {"peak_bytes": peak, "estimated_bytes": None if estimate is None else estimate.announced}
             best = self.best
-            summary = {"best_step": best.step, "best_tau": best.tau, "best_averaged": best.averaged, "steps": steps}
+            summary = {"best_step": best.step, "best_tau": best.tau, "steps": steps}
             metrics = read_metrics(self._folder)
-            for text in filter(None, (outlook(metrics), time_split(metrics))):
+            if (text := time_split(metrics)) is not None:
                 self._console.say(f"  {text}")
             with self._writing(FINISHED):
                 finish(self._folder, {**summary, "memory": memory, "environment": environment()})

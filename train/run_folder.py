@@ -47,7 +47,7 @@ def check_output(recipe: Recipe) -> None:
     read_metrics(folder)  # raises before anything is loaded
 
 
-MAY_CHANGE = {"steps", "schedule", "decay_fraction", "warmup_fraction", "average", "target_tau", "patience"}
+MAY_CHANGE = {"steps", "schedule", "decay_fraction", "warmup_fraction", "target_tau", "patience"}
 MAY_CHANGE |= {"evaluate_every", "checkpoint_every", "keep_checkpoints"}
 """Keys of `train` that may differ from those of a run that is continued."""
 

@@ -23,10 +23,10 @@ from draftsmith.train.engine import reduced
 from draftsmith.train.evaluation import early_end, evaluate_drafter, validate, validation_rows
 from draftsmith.train.initial_weights import start_drafter
 from draftsmith.train.launch import RunContext, make_accelerator, preflight
-from draftsmith.train.learning_rates import described, judge_rate, learning_rate, target_width, watched_steps, with_rate
+from draftsmith.train.learning_rates import described, learning_rate, target_width, with_rate
 from draftsmith.train.progress import PARTS, Console, MemoryMeter, in_units
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.recorder import BestDrafter, Record, WeightAverage
+from draftsmith.train.recorder import BestDrafter, Record
 from draftsmith.train.run_folder import (
     DRAFTER,
     check_continuation,
@@ -123,8 +123,7 @@ class Run:
         self.console = context.console
         self.estimate = announce_memory(context)
         self.memory = MemoryMeter(accelerator.device)  # after the estimate, whose own memory does not count
-        self.width = target_width(recipe)
-        self.console.say(described(recipe, self.width))
+        self.console.say(described(recipe, target_width(recipe)))
         parts = load_parts(context)
         self.target, self.drafter, self.teacher = parts.target, parts.drafter, parts.teacher
         self.draft_length, self.data, self.quantization = parts.draft_length, parts.data, parts.quantization
@@ -141,16 +140,14 @@ class Run:
         if recipe.train.compile:
             compile_drafter(self.drafter)
         self.engine = make_engine(recipe, accelerator, step, optimizers)
-        decay, kept = recipe.train.average, context.placement.share.index == 0
-        self.average = None if decay is None else WeightAverage(step, decay, kept)
         best = BestDrafter(recipe, self.target, self.drafter, self.draft_length, self.adapters)
         self.stopping = Stopping()
-        self.record = Record(context, best, self.engine, self.average, self.stopping)
+        self.record = Record(context, best, self.engine, self.stopping)
         progress = self.record.progress
         self.begin, self.evaluated = (0, False) if progress is None else (progress.step, progress.evaluated)
         self.last = Last() if progress is None else progress.last
         self.end = (progress and progress.end) or recipe.train.steps
-        self.round, self.rate_judged = 0, False
+        self.round = 0
 
     def train(self) -> None:
         """Take the remaining steps, with evaluations and checkpoints, and write the run's summary."""
@@ -167,7 +164,6 @@ class Run:
                 step += 1
                 self.record.log({"step": step, **row})
                 advance(row)
-                self._judge_rate(step)
                 self.evaluated = step % settings.evaluate_every != 0 and step != self.end
                 if not self.evaluated and stopping.agreed is None:
                     self._evaluate(step)
@@ -181,7 +177,7 @@ class Run:
         peak = in_units(self.memory.peak())
         estimates = {} if self.estimate is None else self.estimate.totals
         estimated = ", ".join(f"{in_units(size)} estimated {phase}" for phase, size in estimates.items())
-        measured = f"best tau {best.tau:.2f} at step {best.step}{', averaged' * best.averaged}"
+        measured = f"best tau {best.tau:.2f} at step {best.step}"
         self.console.say(f"{name}: {measured}; peak memory {peak}{estimated and f' ({estimated})'}")
         self.console.say(f"next: {eval_command(self.recipe)}")
 
@@ -214,9 +210,6 @@ class Run:
         if not math.isfinite(norm):
             values = {"step": step + 1, "round": self.round, "loss": str(loss), "gradient_norm": str(norm)}
             self._stop_at(step, indices, values)
-        if self.average is not None:
-            with self.engine.gathered():
-                self.average.update(step)
         self.clock.end("other")
         self.last = Last((alpha_K / count_K.clamp_min(1)).tolist(), quality / tokens)  # after the device's last part
         seconds = time.perf_counter() - started
@@ -232,16 +225,6 @@ class Run:
             "seconds_by_part": self.clock.seconds(),
             "memory_bytes": self.memory.trimmed(),
         }
-
-    def _judge_rate(self, step: int) -> None:
-        """Print a warning, once, where the losses of the first steps show a learning rate that is far off."""
-        if self.rate_judged or step > watched_steps(self.recipe) or not self.accelerator.is_main_process:
-            return
-        losses = [row["loss"] for row in read_metrics(self.folder) if "loss" in row]
-        warning = judge_rate(self.recipe, losses, step, self.width)
-        if warning is not None:
-            self.rate_judged = True
-            self.console.say(warning)
 
     def _refresh(self, step: int) -> None:
         """At the beginning of a round, sample all responses again with the current drafter."""
@@ -302,8 +285,7 @@ class Run:
     def _evaluate(self, step: int) -> None:
         """Decode held-out prompts on the main process or its group, and keep the drafter if its tau is the best so far.
 
-        With averaged weights too, where there are any. A signal interrupts the evaluation; the resumed run then begins
-        with it.
+        A signal interrupts the evaluation; the resumed run then begins with it.
         """
         self.console.doing("evaluating")
         placement, module = self.context.placement, self.engine.module
@@ -315,15 +297,10 @@ class Run:
             self._stop_at(step, validation_rows(self.recipe, self.data), values)
         with self.engine.gathered():
             if placement.share.index == 0:
-                results: dict[str, Any] = {} if validation is None else {"validation": validation}
-                for averaged in (False, True) if self.average is not None and self.average.weights else (False,):
-                    with self.record.weights(averaged):
-                        result = self._measure(step, averaged, validation)
-                    if result is None:
-                        break
-                    results["average" if averaged else "evaluation"] = result
-                else:
-                    self.record.log({"step": step, **results})
+                result = self._measure(step, validation)
+                if result is not None:
+                    validated = {} if validation is None else {"validation": validation}
+                    self.record.log({"step": step, **validated, "evaluation": result})
                     self.evaluated = True
             placement.meet()
         self.console.doing("")
@@ -344,10 +321,10 @@ class Run:
             self.record.log({"step": step, "ending": {"reason": reason, "last_step": self.end}})
             self.console.say(f"  {reason}; the run ends after step {self.end}")
 
-    def _measure(self, step: int, averaged: bool, validation: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _measure(self, step: int, validation: dict[str, Any] | None) -> dict[str, Any] | None:
         """Decode held-out prompts with the present weights, offer the drafter, and return its metrics.
 
-        `validation`: of the validation pass, to be printed with the metrics of weights that are not averaged.
+        `validation`: of the validation pass, printed with the metrics.
 
         Returns None where a signal came.
         """
@@ -371,8 +348,8 @@ class Run:
         if self.adapters is not None:
             heldout = [prompt.input_ids for prompt in self.data.heldout]
             result["target_quality"] = measure_quality(self.target.model, heldout)
-        self.console.evaluation(step, result, averaged, None if averaged else validation)
-        self.record.offer(step, result, averaged)
+        self.console.evaluation(step, result, validation)
+        self.record.offer(step, result)
         return result
 
     def _checkpoint(self, step: int) -> None:

@@ -234,21 +234,6 @@ def test_muon_gathers_what_fsdp2_shards(runs: Runs) -> None:
     runs.require_same("muon-fsdp2", "muon")
 
 
-@pytest.mark.parametrize("engine", mostly_slow(["fsdp2", "zero2", "zero3"], "fsdp2"))
-def test_averaged_weights_are_whole_under_all_engines(engine: str, runs: Runs) -> None:
-    averaged = ("train.average=0.5",)
-    if not (runs.place / "averaged").exists():
-        runs.run("averaged", "one", *averaged)
-    name = f"averaged-{engine}"
-    runs.run(name, engine, *averaged)
-    runs.require_same(name, "averaged")
-    ours, theirs = (load_file(runs.last(one) / "average.safetensors") for one in (name, "averaged"))
-    torch.testing.assert_close(ours, theirs, **WEIGHTS)
-    assert [row.get("average", {}).get("tau") for row in runs.rows(name)] == [
-        row.get("average", {}).get("tau") for row in runs.rows("averaged")
-    ]
-
-
 def test_two_processes_agree_on_an_early_end(runs: Runs) -> None:
     runs.run("still", "ddp", "train.learning_rate=1e-9", "train.patience=1")
     assert runs.rows("still")[-1]["ending"]["last_step"] == 3

@@ -1,4 +1,4 @@
-"""Runs that are continued from checkpoints of others, averaged weights, and runs that end when tau stops rising."""
+"""Runs that are continued from checkpoints of others, and runs that end when tau stops rising."""
 
 import json
 import shutil
@@ -108,53 +108,6 @@ def test_a_decay_is_continued_as_it_began(recipe_file: Path, tmp_path: Path) -> 
     source = f"continue_from={tmp_path / 'first' / 'checkpoints' / 'step-000008'}"
     _train(recipe_file, tmp_path / "second", source, *decay)
     _require_equal(_state(tmp_path / "second", 12), _state(tmp_path / "first", 12))
-
-
-AVERAGED = ("train.average=0.8", "train.evaluate_every=3", "train.checkpoint_every=1", "train.keep_checkpoints=30")
-AVERAGED += ("drafter.type=draft_model", "train.optimizer=muon", "train.learning_rate=2e-2", "train.schedule=constant")
-AVERAGED += ("train.steps=24", "train.batch_size=2")
-"""A rate at which single weights are noisy, so that averages are better."""
-
-
-def test_averaged_weights_are_kept_where_their_tau_is_higher(recipe_file: Path, tmp_path: Path) -> None:
-    """The average follows its formula, and what is saved is the drafter of the highest tau, averaged or not."""
-    for seed in range(1, 7):
-        run = tmp_path / f"run-{seed}"
-        drafter = _train(recipe_file, run, *AVERAGED, "evaluation.max_new_tokens=16", f"train.seed={seed}")
-        finished = json.loads((run / "finished.json").read_text())
-        if finished["best_averaged"]:
-            break
-    means: dict[str, torch.Tensor] = {}
-    for step in range(24):
-        state = _state(run, step + 1)
-        decay = min(0.8, (1 + step) / (10 + step))
-        for name in [name.removeprefix("model/") for name in state if name.startswith("model/")]:
-            weight = state[f"model/{name}"]
-            means[name] = decay * means[name] + (1 - decay) * weight if step else weight
-            torch.testing.assert_close(state[f"average/{name}"], means[name], rtol=1e-5, atol=1e-6)
-    rows = [row for row in _rows(run) if "evaluation" in row]
-    assert ["average" in row for row in rows] == [False] + [True] * 8
-    taus = {(row["step"], key): row[key]["tau"] for row in rows for key in ("evaluation", "average") if key in row}
-    best = (finished["best_step"], "average" if finished["best_averaged"] else "evaluation")
-    assert taus[best] == max(taus.values()) == finished["best_tau"]
-    assert finished["best_averaged"], "the test needs a run whose averages are better"
-    saved = load_file(drafter / "model.safetensors")
-    expected = _state(run, best[0])
-    own = {name.removeprefix("average/drafter.model."): value for name, value in expected.items() if "average/" in name}
-    assert all(torch.equal(saved[name], own[name]) for name in saved)
-
-
-def test_a_killed_run_with_averages_resumes_exactly(recipe_file: Path, tmp_path: Path) -> None:
-    drafter = _train(recipe_file, tmp_path / "run", *AVERAGED)
-    rows, state = _rows(tmp_path / "run"), _state(tmp_path / "run", 24)
-    saved = load_file(drafter / "model.safetensors")
-    (tmp_path / "run" / "finished.json").unlink()
-    for step in range(8, 25):
-        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step:06d}")
-    _train(recipe_file, tmp_path / "run", *AVERAGED)
-    assert _rows(tmp_path / "run") == rows
-    _require_equal(_state(tmp_path / "run", 24), state)
-    _require_equal(load_file(drafter / "model.safetensors"), saved)
 
 
 STILL = ("train.learning_rate=1e-9", "train.evaluate_every=2", "train.patience=2", "train.steps=30")

@@ -2,7 +2,6 @@
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,6 @@ def _save(folder: Path, step: int, keep: int = 2) -> None:
     module.weight.sum().backward()
     optimizer.step()
     state = _engine(module, optimizer).state()
-    state = replace(state, average={name: weight.clone() for name, weight in state.weights.items()})
     save_state(folder, Progress(step, 1.0, 0), {"name": "x"}, state, keep)
 
 
@@ -60,7 +58,7 @@ def test_a_torn_checkpoint_ahead_does_not_push_out_a_good_one(tmp_path: Path) ->
     assert _load(tmp_path) == (5, [])
 
 
-FILES = ("model.safetensors", "optimizer.safetensors", "average.safetensors", STATE)
+FILES = ("model.safetensors", "optimizer.safetensors", STATE)
 
 
 @pytest.mark.parametrize("file", FILES)

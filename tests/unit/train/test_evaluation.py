@@ -38,10 +38,10 @@ def _recipe(**train: Any) -> Recipe:
     return parse_recipe(values, "here")
 
 
-def _rows(*taus: float, key: str = "evaluation") -> list[dict[str, Any]]:
+def _rows(*taus: float) -> list[dict[str, Any]]:
     """Evaluations at steps 0, 10, …; two prompts, one of them 0.2 higher than the other."""
     return [
-        {"step": 10 * i, key: {"tokens": [100 * (tau - 0.1), 100 * (tau + 0.1)], "rounds": [100, 100]}}
+        {"step": 10 * i, "evaluation": {"tokens": [100 * (tau - 0.1), 100 * (tau + 0.1)], "rounds": [100, 100]}}
         for i, tau in enumerate(taus)
     ]
 
@@ -64,24 +64,8 @@ def test_a_stable_run_decays_first_if_there_is_time() -> None:
     assert early_end(recipe, rows, 80, decaying=False) is None, "the decay has begun anyway"
 
 
-def test_a_run_goes_on_while_the_tau_of_averaged_weights_rises() -> None:
-    """They are averaged from the first step on, so that they have one evaluation fewer."""
-    own, averaged = _rows(2.0, 2.0, 2.0, 2.0, 2.0), _rows(1.5, 1.6, 1.7, 1.8, 1.9, key="average")
-    rows = [own[0]] + [{**one, **other} for one, other in zip(own[1:], averaged[1:], strict=True)]
-    recipe = _recipe(patience=2, average=0.9)
-    assert early_end(recipe, rows[:4], 30, decaying=False) is None, "three evaluations of the averages"
-    assert early_end(recipe, rows, 40, decaying=False) is None, "1.6, 1.7 | 1.8, 1.9"
-    flat = _rows(1.5, 1.6, 1.6, 1.6, 1.6, key="average")
-    end = early_end(
-        recipe, [own[0]] + [{**one, **other} for one, other in zip(own[1:], flat[1:], strict=True)], 40, False
-    )
-    assert end is not None
-    assert end[1] == "tau has stopped rising: +0.00 [0.00, 0.00] from 2 evaluations to the next 2"
-
-
-@pytest.mark.parametrize("key", ["evaluation", "average"])
-def test_a_run_ends_when_the_interval_of_tau_is_above_the_goal(key: str) -> None:
-    rows = _rows(1.0, 3.0, key=key)  # the last interval is [2.9, 3.1]
+def test_a_run_ends_when_the_interval_of_tau_is_above_the_goal() -> None:
+    rows = _rows(1.0, 3.0)  # the last interval is [2.9, 3.1]
     assert early_end(_recipe(target_tau=3.0), rows, 10, decaying=False) is None
     for decaying in (False, True):
         end = early_end(_recipe(target_tau=2.9), rows, 10, decaying)

@@ -1,4 +1,4 @@
-"""The optimizer and rate of recipes that name none, and the warning that a rate is far off."""
+"""The optimizer and rate of recipes that name none."""
 
 import shutil
 from pathlib import Path
@@ -11,9 +11,6 @@ from draftsmith.train.learning_rates import (
     TRAINED,
     default_rate,
     described,
-    divergence_warning,
-    rate_warning,
-    watched_steps,
     with_rate,
 )
 from draftsmith.train.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
@@ -116,46 +113,3 @@ def test_the_default_is_told_stored_and_resumed_exactly(
     assert losses[0] == losses[1]
     weights = [(folder / "model.safetensors").read_bytes() for folder in folders]
     assert weights[0] == weights[1]
-
-
-@pytest.mark.parametrize(("factor", "said"), [(100, "far too high"), (1, None), (1e-3, "far too low")])
-def test_a_rate_that_is_far_off_is_warned_of(
-    factor: float, said: str | None, recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    overrides = ["drafter.type=medusa", "train.steps=24", "train.evaluate_every=40", "train.checkpoint_every=40"]
-    recipe = load_recipe(silent(recipe_file), [*overrides, "evaluation.count=1", "evaluation.max_new_tokens=2"])
-    rate = factor * default_rate(recipe, TINY)
-    train(load_recipe(str(recipe_file), [*overrides, f"train.learning_rate={rate}"]))
-    printed = capsys.readouterr().err
-    assert ("far too" in printed) == (said is not None)
-    assert said is None or said in printed
-
-
-def test_the_first_steps_are_judged_by_windows() -> None:
-    recipe = recipe_of(train={"steps": 100, "batch_size": 8, "learning_rate": 1e-2})
-    assert watched_steps(recipe) == 25
-    assert watched_steps(recipe_of(train={"steps": 100, "batch_size": 1})) == 5 + 4 * 40
-    falling = [10 * 0.9**step for step in range(25)]
-    assert rate_warning(recipe, falling, 256) is None
-    assert "from 4.32 to 9.41" in rate_warning(recipe, falling[:10] + [9.41] * 15, 256)
-    flat = [10.0 - 0.001 * step for step in range(25)]
-    assert "far too low" in rate_warning(recipe, flat, 256)
-    trained = recipe_of(train={"steps": 100, "batch_size": 8, "learning_rate": 1e-2}, start_from="before")
-    assert rate_warning(trained, flat, 256) is None, "it may have little left to learn"
-    assert rate_warning(recipe, [-value for value in flat], 256) is None
-
-
-def test_a_diverging_run_is_warned_of_by_step_12() -> None:
-    recipe = recipe_of(train={"steps": 100, "batch_size": 8, "learning_rate": 1e-2})
-    at_once = [42, 55, 90, 120, 150, 178, 323]
-    assert divergence_warning(recipe, at_once[:5], 256) is None
-    assert "5 of the last 8 losses are above the first one (178 instead of 42)" in divergence_warning(
-        recipe, at_once[:6], 256
-    )
-    late = [10, 9, 8, 8, 9, 10, 11, 13, 16, 20, 25, 31]
-    assert divergence_warning(recipe, late, 256) is not None
-    falling = [10 * 0.99**step * (1 + 0.1 * (-1) ** step) for step in range(41)]
-    assert not any(divergence_warning(recipe, falling[:step], 256) for step in range(42))
-    single = recipe_of(train={"steps": 100, "batch_size": 1, "learning_rate": 1e-2})
-    assert divergence_warning(single, [10] + [14] * 11, 256) is None, "losses of single sequences vary more"
-    assert divergence_warning(recipe, [-value for value in at_once], 256) is None
