@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
-from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionMaskInterface, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
 from draftsmith.distill.load_target import DTYPES, decoder_class
 from draftsmith.distill.teacher import Batch, OnlineTeacher, TargetHead
@@ -165,29 +165,25 @@ ATEN = torch.ops.aten
 @contextmanager
 def without_data(device: torch.device | str, marked_share: float = 1.0) -> Iterator["LiveBytes"]:
     """Create tensors on `device` without data, and count their bytes, until the context ends."""
-    with (
-        FakeTensorMode(),
-        LiveBytes(marked_share) as live,
-        torch.device(device),
-        patch.object(nn.Module, "_apply", _replace_parameters),
-        # transformers makes a dense mask where it cannot read whether positions restart.
-        patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None),
-    ):
+    with FakeTensorMode(), LiveBytes(marked_share) as live, torch.device(device), _masks_without_documents():
         yield live
 
 
-def _replace_parameters(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Replace parameters as `nn.Module._apply` does, which swaps tensor storage; fake tensors do not support that."""
-    for child in module.children() if recurse else ():
-        _replace_parameters(child, change)
-    with torch.no_grad():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = nn.Parameter(change(parameter), parameter.requires_grad)
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = change(buffer)
-    return module
+@contextmanager
+def _masks_without_documents() -> Iterator[None]:
+    """Let transformers make masks for rows of one text: fake positions do not tell it whether they restart."""
+    before = {name: ALL_MASK_ATTENTION_FUNCTIONS[name] for name in ("sdpa", "eager")}
+
+    def of_one_text(make: Callable[..., Tensor | None], **options: Any) -> Tensor | None:
+        return make(**{**options, "mask_function": causal_mask_function, "allow_is_causal_skip": True})
+
+    try:
+        for name, make in before.items():
+            AttentionMaskInterface.register(name, partial(of_one_text, make))
+        yield
+    finally:
+        for name, make in before.items():
+            AttentionMaskInterface.register(name, make)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -218,6 +214,10 @@ class LiveBytes(TorchDispatchMode):
             return operation(*arguments, **options)
         if operation is torch.ops.prim.device.default:  # more than half of all operations
             return first.fake_device
+        if operation is ATEN.detach.default:
+            # FakeTensorMode keeps a weak reference to a result that is not in its cache, as it is after one call;
+            # nn.Module.to cannot swap a parameter with such a reference.
+            operation(*arguments)
         if operation is ATEN.nonzero.default:
             count = self._marked(first) if first.dim() > 1 else first.numel()
             return first.new_empty((count, first.dim()), dtype=torch.long)
