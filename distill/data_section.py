@@ -2,6 +2,7 @@
 
 import os
 from importlib.util import find_spec
+from ipaddress import ip_address
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -150,6 +151,21 @@ def base_url(address: str) -> str:
     """Return the address with which OpenAI's routes begin: /v1 is added to an address without a path."""
     address = address.rstrip("/")
     return address if urlsplit(address).path else f"{address}/v1"
+
+
+def is_address(text: str | None) -> bool:
+    """Return whether a text is meant as a server's address, not as a file."""
+    return text is not None and text.startswith(("http://", "https://"))
+
+
+def is_this_machine(address: str) -> bool:
+    """Return whether an address is this machine's own, which no proxy of the environment can reach."""
+    host = urlsplit(address).hostname or ""
+    try:
+        ip = ip_address(host)
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+    return ip.is_loopback or ip.is_unspecified
 
 
 def server_key() -> str | None:

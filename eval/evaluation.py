@@ -1,6 +1,7 @@
 """`draftsmith eval`: the public `evaluate`, and `measure`, which loads what it needs and writes the report."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -326,6 +327,7 @@ def measure(
             processor=session.processor,
             journal=out / JOURNAL,
         )
+        evaluation = replace(evaluation, notes=[*session.notes, *evaluation.notes])
         with stage("drawing and writing the report"), writing(out, KEPT):
             write_report(evaluation, out, title=title, runs=runs)
         return evaluation

@@ -128,14 +128,15 @@ class Run:
         """Return the prompts of a batch that have this turn, each up to it.
 
         Earlier turns are followed by the target's own answers, from the baseline in this repeat and batch size, so that
-        all variants read the same text. A question that leaves no room in the context is omitted. None if the baseline
-        has not answered the earlier turns yet.
+        all variants read the same text. A question that leaves no room in the context is omitted, and so are the turns
+        after it. None if the baseline has not answered the earlier turns yet.
         """
         answers: dict[str, list[list[int]]] = {}
         for turn in range(place.turn):
-            cell = self.journal.cells.get((BASELINE, place._replace(turn=turn)))
-            if cell is None:
-                return None
+            before = place._replace(turn=turn)
+            cell = self.journal.cells.get((BASELINE, before))
+            if cell is None:  # to be answered, or none of the batch's questions has room
+                return [] if self._asked(before) == [] else None
             for text in cell.texts:
                 answers.setdefault(text.prompt, []).append(text.tokens)
         questions: Questions = []

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.distill.chat_template import LONGEST_TEXT, Chat, characters
+from draftsmith.distill.chat_template import LONGEST_TEXT, Chat, TooLongText, characters
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.messages import ASSISTANT
 from draftsmith.distill.sources import Conversation, question, read_source
@@ -102,21 +102,31 @@ class PromptRows:
         chat_template: str | None = None,
         template_options: dict[str, Any] | None = None,
         processor: Any = None,
-    ) -> list[Prompt]:
-        """Return at most `count` prompts as token ids (default: all of a file, 12 of the embedded text).
+    ) -> tuple[list[Prompt], list[str]]:
+        """Return at most `count` prompts as token ids (default: all of a file, 12 of the embedded text), and notes.
 
-        Fewer prompts than rows are taken in turn from the categories, in the order of the file. `processor`: the
-        target's, for prompts with images.
+        Fewer prompts than rows are taken in turn from the categories, in the order of the file. Prompts whose first
+        question fills a context of `context` tokens are left out, which a note says. `processor`: the target's, for
+        prompts with images.
 
         Raises:
-            ConfigError: naming the line of a prompt whose questions alone fill a context of `context` tokens.
+            ConfigError: naming the line of a prompt that cannot be encoded, or of the first one where none is short
+                enough.
         """
         if self.rows is None:
             rows = embedded_prompts(tokenizer, "heldout", count or 12, EMBEDDED_PROMPT_TOKENS, seed=1)
-            return [Prompt(row.id, row.category, row.input_ids) for row in rows]
+            return [Prompt(row.id, row.category, row.input_ids) for row in rows], []
         longest = LONGEST_TEXT if context is None else characters(context)
         chat = Chat(tokenizer, chat_template, template_options or {}, longest, processor)
-        return [_tokens(row, chat, context) for row in _spread(self.rows, count)]
+        rows, prompts, too_long = _spread(self.rows, count), list[Prompt](), list[TooLongText]()
+        for row in rows:
+            try:
+                prompts.append(_tokens(row, chat, context))
+            except TooLongText as error:
+                too_long.append(error)
+        if too_long and not prompts:
+            raise too_long[0]
+        return prompts, [left_out(len(too_long), len(rows), str(too_long[0]))] if too_long else []
 
 
 def load_prompts(
@@ -129,10 +139,13 @@ def load_prompts(
     template_options: dict[str, Any] | None = None,
 ) -> list[Prompt]:
     """Return the prompts of `source`; see `PromptRows.read` and `PromptRows.encode` for arguments and errors."""
-    rows = PromptRows.read(source)
-    return rows.encode(
-        tokenizer, count=count, context=context, chat_template=chat_template, template_options=template_options
-    )
+    how: dict[str, Any] = {"chat_template": chat_template, "template_options": template_options}
+    return PromptRows.read(source).encode(tokenizer, count=count, context=context, **how)[0]
+
+
+def left_out(count: int, of: int, first: str) -> str:
+    """Return a note about prompts that are not measured; `first`: the reason for the first of them."""
+    return f"{count} of {of} prompts were left out; the first: {first}."
 
 
 def _name(row: dict[str, Any], number: int) -> str:
@@ -177,11 +190,11 @@ def _tokens(row: _Row, chat: Chat, context: int | None) -> Prompt:
     ids, inputs = chat.prompt_inputs(asked.asked, asked) if asked.images else (chat.prompt(asked), None)
     turns = len(asked.turns)
     prompt = Prompt(row.id, row.category, ids, asked if turns > 1 else None, inputs)
-    longest = len(prompt.after([[]] * (turns - 1), chat).input_ids)
-    if context is not None and longest >= context:
-        raise ConfigError(f"{asked.place}: prompt={longest} tokens; expected fewer than the context of {context}")
+    if context is not None and len(ids) >= context:
+        raise TooLongText(f"{asked.place}: prompt={len(ids)} tokens; expected fewer than the context of {context}")
     if not ids:
         raise ConfigError(f"{asked.place}: prompt=0 tokens; expected at least 1")
+    prompt.after([[]] * (turns - 1), chat)  # raises here for later turns that the template refuses
     return prompt
 
 

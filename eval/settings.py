@@ -169,6 +169,8 @@ class Session:
     """Prompts that fit into the context of the target and of every drafter."""
     processor: Any = None
     """The target's, where prompts have images."""
+    notes: list[str] = field(default_factory=list)
+    """Which prompts were left out."""
 
 
 def load_session(
@@ -188,11 +190,11 @@ def load_session(
 
     Raises:
         ConfigError: for a target or a drafter that cannot be loaded, a policy with branches for a model that reads
-            chains only, or a prompt that is too long. Prompts that are too long for the target, and drafters that
-            are not there, are refused before its weights are read.
+            chains only, or prompts that are all too long. Prompts that are too long for the target, and drafters
+            that are not there, are refused before its weights are read.
     """
 
-    def encode(tokenizer: PreTrainedTokenizerBase, context: int | None) -> list[Prompt]:
+    def encode(tokenizer: PreTrainedTokenizerBase, context: int | None) -> tuple[list[Prompt], list[str]]:
         template, options = settings.chat_template, settings.template_options
         assert rows is not None
         return rows.encode(
@@ -206,11 +208,11 @@ def load_session(
 
     images = images or (rows is not None and rows.images)
     processor = load_processor(settings.target, trust_remote_code=trust_remote_code) if images else None
-    prompts, limit = [], None
+    prompts, left_out, limit = list[Prompt](), list[str](), None
     if rows is not None:
         tokenizer, config = load_tokenizer(settings.target, trust_remote_code=trust_remote_code)
         limit = context_limit(config)
-        prompts = encode(tokenizer, limit)
+        prompts, left_out = encode(tokenizer, limit)
     stored = _stored(settings.drafters)
     with stage("loading the target and the drafters", shown=progress):
         loaded = load_target(
@@ -231,8 +233,8 @@ def load_session(
     limits = [limit, *(drafter.context_limit for drafter in drafters.values())]
     shortest = min((value for value in limits if value is not None), default=None)
     if rows is not None and shortest != limit:
-        prompts = encode(loaded.tokenizer, shortest)
-    return Session(loaded.model, loaded.tokenizer, drafters, prompts, processor)
+        prompts, left_out = encode(loaded.tokenizer, shortest)
+    return Session(loaded.model, loaded.tokenizer, drafters, prompts, processor, left_out)
 
 
 def _stored(drafters: Mapping[str, str]) -> dict[str, StoredDrafter]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import pytest
 import torch
 from conftest import make_tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -28,6 +29,14 @@ TEMPLATE = (
 )
 SLOW = 1.5
 """Seconds that a slow answer takes; tests of it use a shorter limit."""
+
+
+def behind_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Name a proxy that does not run, as clusters name one for downloads: an engine on the loopback needs none."""
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def chat_tokenizer() -> PreTrainedTokenizerBase:
@@ -66,6 +75,8 @@ class Engine:
     tokenizer: PreTrainedTokenizerBase = field(default_factory=chat_tokenizer)
     names: list[str] | None = None
     """Names in the list of models; by default its own. An empty list lists none."""
+    contexts: dict[str, int] = field(default_factory=dict)
+    """The longest text in tokens of models in the list."""
     returns_ids: bool = True
     token_prompts: bool = True
     strict: bool = False
@@ -166,7 +177,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.engine.key is not None and self.headers.get("Authorization") != f"Bearer {self.engine.key}":
             self._json({"error": f"no access with {self.headers.get('Authorization')}"}, 401)
         elif self.path == "/v1/models":
-            self._json({"object": "list", "data": [{"id": name, "object": "model", "root": name} for name in names]})
+            told = [
+                {"id": name, "root": f"/models/{name}", "max_model_len": self.engine.contexts.get(name)}
+                for name in names
+            ]
+            self._json({"object": "list", "data": told})
         elif self.path == "/metrics" and self.engine.metrics is not None:
             self._send(self.engine.metrics(self.engine).encode(), 200, "text/plain; version=0.0.4")
         elif self.path == "/get_server_info" and self.engine.info is not None:
@@ -184,6 +199,9 @@ class _Handler(BaseHTTPRequestHandler):
         unknown = not engine.returns_ids and "return_token_ids" in body
         if engine.strict and unknown:
             return self._json({"detail": "Unexpected fields in the request"}, 422)
+        limit = engine.contexts.get(engine.model)
+        if limit is not None and len(engine.prompt_of(body)) + body["max_tokens"] > limit:
+            return self._json({"error": f"maximum context length is {limit} tokens"}, 400)
         if not engine.token_prompts and isinstance(body.get("prompt"), list):
             return self._json({"detail": "prompt must be a string."}, 400)
         number = engine.begin(body)

@@ -1,11 +1,18 @@
 """Requests to a server; the `openai` client sends them again where a failure may pass."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
-from draftsmith.distill.data_section import SERVER_KEY, ServerSection, require_client, server_key
+from draftsmith.distill.data_section import (
+    SERVER_KEY,
+    ServerSection,
+    is_this_machine,
+    require_client,
+    server_key,
+    server_section,
+)
 from draftsmith.errors import ConfigError, DraftsmithError, one_line, reason_of
 from draftsmith.reading import parse_json
 from draftsmith.terminal import printable
@@ -32,6 +39,15 @@ class ServerUnusable(DraftsmithError):
     """No request would be answered: an unknown route or model, a wrong key, or a server that is gone."""
 
 
+@dataclass(frozen=True)
+class ServedName:
+    """A model that a server has."""
+
+    name: str
+    context: int | None
+    """The longest text in tokens, where the server tells it (vLLM, SGLang, llama-server)."""
+
+
 @dataclass
 class ServerClient:
     """A connection to a server, as an async context manager."""
@@ -41,11 +57,14 @@ class ServerClient:
 
     async def __aenter__(self) -> Self:
         require_client()
-        from openai import AsyncOpenAI
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
         timeout = self.settings.timeout_seconds
         key = server_key() or "none"
-        self._client = AsyncOpenAI(base_url=self.url, api_key=key, max_retries=RETRIES, timeout=timeout)
+        http = DefaultAsyncHttpxClient(trust_env=not is_this_machine(self.url))  # the environment's proxies
+        self._client = AsyncOpenAI(
+            base_url=self.url, api_key=key, max_retries=RETRIES, timeout=timeout, http_client=http
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -56,26 +75,29 @@ class ServerClient:
         """The address with which OpenAI's routes begin."""
         return self.settings.base_url
 
-    async def models(self) -> list[str]:
-        """Return the names that the server lists; an empty list where it lists none; errors: see `listed`."""
-        return _names(await self.listed())
-
-    async def context(self) -> int | None:
-        """Return the longest text in tokens where the server tells it (vLLM, SGLang, llama-server); see `listed`."""
-        for entry in await self.listed():
-            meta = entry.get("meta")
-            told = entry.get("max_model_len") or (meta.get("n_ctx") if isinstance(meta, dict) else None)
-            if type(told) is int and told > 0:
-                return told
-        return None
-
-    async def listed(self) -> list[dict[str, Any]]:
-        """Return the entries of the server's list of models.
+    async def served(self, name: str | None) -> "ServedName":
+        """Return the model with this name, or the only one that the server lists.
 
         Raises:
-            ConfigError: for an address at which no server listens.
+            ConfigError: for a name that the server does not list, no name where it lists several or none, and an
+                address at which no server listens.
             ServerUnusable: for a wrong key.
         """
+        listed = {entry["id"]: entry for entry in await self._listed() if isinstance(entry.get("id"), str)}
+        shown = one_line(", ".join(listed), LONGEST_REASON)
+        if name is None and len(listed) != 1:
+            has = f"the server has {shown}; expected one of them" if listed else "the server lists no model"
+            raise ConfigError(f"--model is missing, and {has}")
+        name = name or next(iter(listed))
+        if listed and name not in listed:
+            raise ConfigError(f"server {self.url} does not serve {name}; expected one of {shown}")
+        entry = listed.get(name, {})
+        meta = entry.get("meta")
+        told = entry.get("max_model_len") or (meta.get("n_ctx") if isinstance(meta, dict) else None)
+        return ServedName(name, told if type(told) is int and told > 0 else None)
+
+    async def _listed(self) -> list[dict[str, Any]]:
+        """Return the entries of the server's list of models."""
         try:
             async with asyncio.timeout(self.settings.timeout_seconds):
                 once = self._client.with_options(max_retries=0)
@@ -119,14 +141,19 @@ class ServerClient:
         return ServerUnusable(f"{self.url}: {reason}; {LOST}")
 
 
+def served_at(addresses: Iterable[str], model: str | None) -> list[ServedName]:
+    """Return the model with this name at each address; see `ServerClient.served`. It imports no torch."""
+
+    async def ask(address: str) -> ServedName:
+        async with ServerClient(server_section(url=address, model=model or "")) as client:
+            return await client.served(model)
+
+    return [asyncio.run(ask(address)) for address in addresses]
+
+
 def _nobody_listens(error: Exception) -> bool:
     """Return whether there was no connection: a wrong host or port, or a server that has not started."""
     return type(error.__cause__).__name__ == "ConnectError"  # of httpx or of httpx2, as openai has it
-
-
-def _names(entries: list[dict[str, Any]]) -> list[str]:
-    """Return the names in a list of models, and the names of what is loaded where a server gives them (vLLM)."""
-    return [name for entry in entries for name in (entry.get("id"), entry.get("root")) if isinstance(name, str)]
 
 
 def _reason(error: Exception) -> str:

@@ -48,9 +48,7 @@ async def check_server(
     """
     name = sampler.server.model
     require_related(target, name)
-    names = await client.models()
-    if names and name not in names:
-        raise ConfigError(f"server {client.url} does not serve {name}; expected one of {', '.join(names)}")
+    await client.served(name)
     shortest = _shortest(questions, PROBES)
     sampler.accepts = await _accepted(sampler, questions, shortest[0], client)
     answers = await asyncio.gather(*(_probe(sampler, questions, index, client) for index in shortest))

@@ -120,6 +120,8 @@ class ServerSampler:
             **self.server.extra_body,
             **instead,
         }
+        if self.context is not None:  # engines refuse to be asked for more
+            body["max_tokens"] = max(1, min(body["max_tokens"], self.context - len(asked.prompt)))
         return await client.ask(path, body, lambda payload: read_answer(payload, path, asked.prompt))
 
     def add(self, asked: Asked, answer: Answer, turn: int) -> bool:

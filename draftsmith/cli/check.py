@@ -70,6 +70,10 @@ def check(
     named = _drafters(drafters, server, model, baseline)
     if server is not None and (used := [option for name, option in NOT_SERVED.items() if given[name]]):
         raise ConfigError(f"--{used[0]} with --server; expected it at the server's start")
+    if server is not None:
+        from draftsmith.distill.server.client import served_at
+
+        served_at([server, *([] if baseline is None else [baseline])], model)
     from draftsmith.eval.lossless.check import CheckSettings
 
     given["dtype"] = given["dtype"] or ("float32" if server is None else "bfloat16")
@@ -85,7 +89,7 @@ def check(
 
             return check_server(settings, rows, out, model=model, trust_remote_code=trust_remote_code, keep=keep)
         session = load_session(settings, rows, trust_remote_code=trust_remote_code)
-        return check(session.target, session.drafters, session.prompts, settings, keep=keep)
+        return check(session.target, session.drafters, session.prompts, settings, notes=session.notes, keep=keep)
 
     from draftsmith.storage import hold_folder
 

@@ -107,12 +107,15 @@ def serve(
     **given: Any,
 ) -> None:
     """Measure a drafter where it serves: tokens/s by number of requests; tau and acceptance from the engine."""
-    from draftsmith.distill.data_section import server_section
+    from draftsmith.distill.data_section import is_address, server_section
+    from draftsmith.distill.server.client import served_at
+
+    section = server_section(url=address, model=model, top_p=given["top_p"])
+    served_at([address, *([baseline] if is_address(baseline) else [])], model)  # before torch is imported
     from draftsmith.eval.server.run import measure_server, server_table
     from draftsmith.eval.settings import Settings
     from draftsmith.terminal import Terminal
 
-    section = server_section(url=address, model=model, top_p=given["top_p"])
     served = {"drafters": {model: address}, "batch_sizes": concurrency or (1, 2, 4)}
     settings = settings_of(Settings, given, target=target, **served)
     result = measure_server(section, settings, out, baseline=baseline, trust_remote_code=trust_remote_code)
@@ -199,7 +202,11 @@ def forecast(
     **given: Any,
 ) -> None:
     """Predict acceptance, tau, speedup and the best policy of drafters without decoding with them."""
-    named = checked_drafters(drafters)  # before torch is imported
+    named = checked_drafters(drafters)  # before torch is imported, as the servers are asked
+    if server and model is not None:
+        from draftsmith.distill.server.client import served_at
+
+        served_at(server, model)
     from draftsmith.eval.forecast.forecast import PLAIN, ForecastSettings
     from draftsmith.eval.forecast.run import run, show
     from draftsmith.eval.forecast.served import ServedRequest

@@ -61,6 +61,7 @@ def run(
         else:
             predicted = forecast(session.target, session.drafters, ids, settings, hardware, progress=True)
             measured = predicted.hardware[settings.temperatures[0]]
+        predicted = replace(predicted, notes=[*session.notes, *predicted.notes])
         _write(predicted, out)
         if save_profile is not None:
             with writing(save_profile, IN_FORECAST):

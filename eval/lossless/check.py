@@ -1,6 +1,6 @@
 """The losslessness check: statistics and verdict of every drafter, policy and temperature, and their presentation."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -84,17 +84,19 @@ def check(
     prompts: list[Prompt],
     settings: CheckSettings,
     *,
+    notes: Sequence[str] = (),
     keep: Callable[[Check], None] = lambda _: None,
 ) -> Check:
     """Check every drafter, under every policy, at every temperature.
 
     Args:
+        notes: see `Check`.
         keep: called with the results so far after each arm, so that an interrupted run keeps them.
     """
     with stage("preparing the decoders"):
         decoders = _decoders(target, drafters, prompts, settings)
     sampled = sum(temperature > 0 for temperature in settings.temperatures) * len(decoders)
-    checked = Check(settings, environment(), model_fingerprint(target))
+    checked = Check(settings, environment(), model_fingerprint(target), notes=list(notes))
     alone: list[list[int]] = []
     with _bar(_work(decoders, prompts, settings)) as done:
         if 0 in settings.temperatures:

@@ -39,7 +39,7 @@ from draftsmith.eval.lossless.served_answers import (
     seen_before,
     string,
 )
-from draftsmith.eval.prompts import Prompt, PromptRows
+from draftsmith.eval.prompts import Prompt, PromptRows, left_out
 from draftsmith.eval.server.measure import CounterRoutes
 from draftsmith.heads.model_config import context_limit
 from draftsmith.provenance import environment, model_fingerprint
@@ -276,7 +276,7 @@ def check_server(
         ends |= {tokenizer.eos_token_id}
     chat = Chat(tokenizer, settings.chat_template, settings.template_options, ends=ends)
     how: dict[str, Any] = {"chat_template": settings.chat_template, "template_options": settings.template_options}
-    prompts = rows.encode(tokenizer, count=settings.count, context=context_limit(config), **how)
+    prompts, notes = rows.encode(tokenizer, count=settings.count, context=context_limit(config), **how)
     (url,) = settings.drafters.values()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory())) if out is None else out
@@ -297,12 +297,17 @@ def check_server(
             reference, identity = Baseline(ServedModel.connect(*other)), settings.target
             stack.enter_context(reference.server.journal)
         limit = min((n for n in (server.context, context_limit(config)) if n is not None), default=None)
-        prompts = [
-            p for p in prompts if server.expressible(p.input_ids) and (limit is None or len(p.input_ids) < limit)
-        ]
-        if not prompts:
+        sent = [p for p in prompts if server.expressible(p.input_ids) and (limit is None or len(p.input_ids) < limit)]
+        if not sent:
             raise ConfigError("prompts cannot be sent to the server; expected some that fit its context and tokenizer")
-        run = ServedCheck(server, reference, prompts, settings, limit)
+        if len(sent) < len(prompts):
+            first = next(p.id for p in prompts if p not in sent)
+            notes.append(
+                left_out(
+                    len(prompts) - len(sent), len(prompts), f"{first} does not fit the server's context or tokenizer"
+                )
+            )
+        run = ServedCheck(server, reference, sent, settings, limit, notes)
         checked = _complete(run, Check(settings, environment(), identity, notes=run.notes), url, keep)
     for file in files:
         file.unlink(missing_ok=True)

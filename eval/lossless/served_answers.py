@@ -99,17 +99,15 @@ class ServedModel:
         async def ask() -> tuple[ServerSampler, int | None]:
             section = server_section(url=url, model=model or "", route="completion", top_p=settings.top_p)
             async with ServerClient(section) as client:
-                names = [str(entry.get("id")) for entry in await client.listed()]
-                if model is None and len(names) != 1:
-                    raise ConfigError(f"--model is missing; expected one that the server lists: {', '.join(names)}")
-                section = section.model_copy(update={"model": model or names[0]})
+                served = await client.served(model)
+                section = section.model_copy(update={"model": served.name})
                 data = DataSection(response_tokens=PROBED, temperature=0.0, server=section)
                 sampler = ServerSampler(
                     data, chat, request_seed(settings.seed, *file.stem.encode()), None, settings.target
                 )
                 questions = Dataset.from_list([{"input_ids": p.input_ids, "turns": ""} for p in prompts])
                 await check_server(sampler, questions, client, target=settings.target)
-                return await _with_fields(sampler, client, prompts[0], settings), await client.context()
+                return await _with_fields(sampler, client, prompts[0], settings), served.context
 
         sampler, context = asyncio.run(ask())
         return cls(sampler, context, Journal(file, sampler.described()), chat.ends)

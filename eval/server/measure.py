@@ -18,7 +18,7 @@ from datasets import Dataset
 
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.conversation import Asked
-from draftsmith.distill.data_section import DataSection, ServerSection, server_key
+from draftsmith.distill.data_section import DataSection, ServerSection, is_this_machine, server_key
 from draftsmith.distill.server.answers import Answer, NoTokens
 from draftsmith.distill.server.client import RequestFailed, ServerClient
 from draftsmith.distill.server.probe import check_server, check_temperatures
@@ -103,7 +103,7 @@ class CounterRoutes:
         import httpx
 
         headers = {"Authorization": f"Bearer {server_key()}"} if server_key() else {}
-        self._client = httpx.Client(headers=headers, timeout=SECONDS)
+        self._client = httpx.Client(headers=headers, timeout=SECONDS, trust_env=not is_this_machine(url))
 
     def counters(self) -> Counters:
         """Return the counters now; those of a server without the route are not known."""

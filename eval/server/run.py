@@ -8,8 +8,9 @@ import numpy as np
 from rich.table import Table
 
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.data_section import ServerSection, require_client
+from draftsmith.distill.data_section import ServerSection, is_address, require_client
 from draftsmith.distill.load_target import load_tokenizer
+from draftsmith.distill.server.client import served_at
 from draftsmith.errors import ConfigError
 from draftsmith.eval.compare import MATTER_SERVED
 from draftsmith.eval.journal import KEPT, Journal
@@ -48,18 +49,20 @@ def measure_server(
         if (out / EVALUATION).exists():
             raise ConfigError(f"out={out} holds an eval.json; expected another folder")
         tokenizer, config = load_tokenizer(settings.target, trust_remote_code=trust_remote_code)
-        context, template, options = context_limit(config), settings.chat_template, settings.template_options
-        prompts = rows.encode(
+        template, options = settings.chat_template, settings.template_options
+        urls = [server.base_url, *([baseline] if is_address(baseline) else [])]
+        limits = [context_limit(config), *(served.context for served in served_at(urls, server.model))]
+        context = min((limit for limit in limits if limit is not None), default=None)
+        prompts, left_out = rows.encode(
             tokenizer, count=settings.count, context=context, chat_template=template, template_options=options
         )
         chat = Chat(tokenizer, template, options)
         (name,) = settings.drafters
         identity = {"prompts": prompts_fingerprint(prompts), "drafters": {}}
         run, alone = ServerRun(server, settings, chat, context, prompts), dict[Condition, Series]()
-        runs, urls = {name: run}, [server.base_url]
-        if baseline is not None and baseline.startswith(("http://", "https://")):
+        runs = {name: run}
+        if is_address(baseline):
             runs[BASELINE[0]] = replace(run, server=server.model_copy(update={"url": baseline}))
-            urls.append(baseline)
         elif baseline is not None:
             alone = _stored_baseline(baseline, run, identity["prompts"])
         found = measure_in_turns(runs, Journal(out / JOURNAL), {"prompts": identity["prompts"], "servers": urls})
@@ -67,6 +70,7 @@ def measure_server(
         for other in found.values():
             alone = {place: series_of(BASELINE, place, run.units(place[1]), of) for place, of in other.items()}
         result = _evaluation(run, name, measured, alone, identity)
+        result = replace(result, notes=[*left_out, *result.notes])
         with writing(out, KEPT):
             write_text(out / "report.md", _markdown(result))
             write_json(out / EVALUATION, result.as_json())

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from commands import write_prompts
 from conftest import make_llama
-from engine_server import chat_tokenizer
+from engine_server import behind_a_proxy, chat_tokenizer
 from forked import Server
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -50,7 +50,7 @@ def medusa_folder(tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a target that an engine of tests/engine_server.py serves."""
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    behind_a_proxy(monkeypatch)
     monkeypatch.setattr(measure, "SETTLE_SECONDS", 0.0)
     make_llama().save_pretrained(tmp_path / "target")
     chat_tokenizer().save_pretrained(tmp_path / "target")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from commands import run, write_prompts
 from conftest import make_llama
-from engine_server import Engine, chat_tokenizer
+from engine_server import Engine, behind_a_proxy, chat_tokenizer
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from draftsmith import SpeculativeDecoder
@@ -38,7 +38,7 @@ class Server(Engine):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    behind_a_proxy(monkeypatch)
     make_llama(**SIZES).save_pretrained(tmp_path / "target")
     chat_tokenizer().save_pretrained(tmp_path / "target")
     write_prompts(tmp_path / "prompts.jsonl", "abcd", "hello")
@@ -81,17 +81,20 @@ def test_a_lossless_server_that_fails_in_between(folder: Path, capsys: pytest.Ca
 
 
 def test_a_server_that_drafts_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has another model, too, whose context is shorter."""
     counters = "vllm:generation_tokens_total 5.0\nvllm:spec_decode_num_drafts_total 0.0\n"
-    with Server(metrics=lambda _: counters).running() as server:
-        assert check(server.url, folder, "--temperature", 0) == 3
+    others = {"names": ["small", "tiny"], "contexts": {"small": 2, "tiny": 32}}
+    with Server(metrics=lambda _: counters, **others).running() as server:
+        assert check(server.url, folder, "--temperature", 0, "--model", "tiny") == 3
     assert "has drafted nothing" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("options", "more", "message"),
     [
-        ({"names": ["one", "two"]}, [], "--model is missing; expected one that the server lists: one, two"),
-        ({}, ["--model", "other"], "does not serve other; expected one of tiny"),
+        ({"names": ["one", "two"]}, [], "--model is missing, and the server has one, two; expected one of them"),
+        ({"names": []}, [], "--model is missing, and the server lists no model"),
+        ({}, ["--model", "/models/tiny"], "does not serve /models/tiny; expected one of tiny"),
         ({"fault": lambda number, body: "beyond" if number > 4 else None}, [], "tokens beyond the tokenizer's 64"),
         ({"fault": lambda number, body: "page"}, [], "server refuses every form of a request"),
         ({}, ["--drafter", "suffix"], "expected one of the two"),

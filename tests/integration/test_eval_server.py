@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import run
+from commands import run, write_prompts
 from engine_server import Engine
 
 from draftsmith.errors import ConfigError
@@ -197,10 +197,23 @@ def test_a_local_measurement_is_compared_with_a_server(
     assert "a real difference" in said
 
 
+def test_a_server_with_a_shorter_context_than_the_target(folder: Path, tmp_path: Path) -> None:
+    """Texts end where it does, and prompts that fill it are left out."""
+    file = write_prompts(tmp_path / "long.jsonl", "abc", "abcdefgh", "abcdefghijkl")
+    with Engine(contexts={"tiny": 12}).running() as engine:
+        command = ["eval", "server", engine.url, "--target", folder, "--model", "tiny", "--prompts", file]
+        command += ["--temperature", 0, "--max-new-tokens", 7, "--repeats", 1, "--out", tmp_path / "out"]
+        assert run(*command) == 0
+        assert {(len(body["prompt"]), body["max_tokens"]) for body in engine.asked} == {(3, 1), (3, 7), (8, 4)}
+    notes = json.loads((tmp_path / "out" / "eval.json").read_text())["notes"]
+    assert notes[0].startswith(f"1 of 3 prompts were left out; the first: {file}:3: prompt=12 tokens")
+
+
 def test_wrong_options_and_servers(folder: Path, prompts: Path, tmp_path: Path, capsys: Any) -> None:
     with Engine(model="other").running() as engine:
         assert served(folder, prompts, engine, tmp_path / "out") == 2
         assert "does not serve tiny" in capsys.readouterr().err
+    with Engine().running() as engine:
         assert served(folder, prompts, engine, tmp_path / "out", "--baseline", tmp_path / "none") == 2
         assert served(folder, prompts, engine, tmp_path / "out", "--concurrency", 2) == 2
         assert "each only once" in capsys.readouterr().err

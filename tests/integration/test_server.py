@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import LETTERS, make_llama
-from engine_server import Engine, answer_tokens, chat_tokenizer, model_answers
+from engine_server import Engine, answer_tokens, behind_a_proxy, chat_tokenizer, model_answers
 from transformers_server import free_port, serving
 
 from draftsmith.cli import main
@@ -28,7 +28,7 @@ from draftsmith.train.recipe import load_recipe
 @pytest.fixture(autouse=True)
 def _local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    behind_a_proxy(monkeypatch)
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
 
 

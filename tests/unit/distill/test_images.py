@@ -94,7 +94,7 @@ def test_prompts_differ_by_the_content_of_their_images(file: Path) -> None:
         save_image(file.parent / "a.png", seed)
         rows = PromptRows.read(str(file))
         assert rows.images
-        found.append(prompts_fingerprint(rows.encode(tokenizer, processor=processor)))
+        found.append(prompts_fingerprint(rows.encode(tokenizer, processor=processor)[0]))
     assert found[0] == found[1] != found[2]
     assert not PromptRows.read("embedded").images
 

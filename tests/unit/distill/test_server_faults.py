@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from engine_server import FLEETING, KEY, LASTING, SLOW, Engine, answer_tokens, chat_tokenizer
+from engine_server import FLEETING, KEY, LASTING, SLOW, Engine, answer_tokens, behind_a_proxy, chat_tokenizer
 
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.conversation import question_numbers
@@ -30,7 +30,7 @@ Fault = Callable[[int, dict[str, Any]], str | None]
 def _fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
     monkeypatch.setattr("openai._base_client.MAX_RETRY_DELAY", 0.02)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    behind_a_proxy(monkeypatch)
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
 
 

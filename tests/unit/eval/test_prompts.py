@@ -85,12 +85,17 @@ def test_bad_rows_are_refused_with_their_line(tmp_path: Path, rows: list[dict], 
         PromptRows.read(_write(tmp_path / "p.jsonl", rows))
 
 
-def test_questions_that_leave_no_room_are_refused(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    rows = [{"prompt": "ab"}, {"turns": ["abcd", "abcd"]}]
-    source = _write(tmp_path / "p.jsonl", rows)
-    assert len(load_prompts(source, tiny_tokenizer, context=11)) == 2
-    with pytest.raises(ConfigError, match=r"p\.jsonl:2: prompt=10 tokens; expected fewer than the context of 10"):
-        load_prompts(source, tiny_tokenizer, context=10)
+def test_prompts_that_leave_no_room_are_left_out(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    """In tokens or, for a text that is not tokenised, in characters; later turns are left out when they are asked."""
+    rows = [{"prompt": "abcde"}, {"turns": ["abcd", "abcd"]}, {"prompt": "ab" * 1000}]
+    read = PromptRows.read(_write(tmp_path / "p.jsonl", rows))
+    prompts, notes = read.encode(tiny_tokenizer, context=5)
+    assert [prompt.id for prompt in prompts] == ["#2"]
+    first = "p.jsonl:1: prompt=5 tokens; expected fewer than the context of 5"
+    assert notes == [f"2 of 3 prompts were left out; the first: {tmp_path}/{first}."]
+    assert read.encode(tiny_tokenizer)[1] == []
+    with pytest.raises(ConfigError, match=r"p\.jsonl:1: prompt=5 tokens; expected fewer than the context of 4"):
+        read.encode(tiny_tokenizer, context=4)
 
 
 def test_the_fingerprint_knows_later_turns(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
