@@ -33,7 +33,7 @@ test-slow: $(VENV)/.installed-dev
 test-gpu: $(VENV)/.installed-dev
 	$(BIN)/pytest -m gpu tests/gpu
 
-# Engines that are installed: docs/guide/servers.md says how.
+# Engines that are installed: docs/guide/serve.md says how.
 test-engines: $(VENV)/.installed-dev
 	$(BIN)/pytest -m engine tests/engines
 
