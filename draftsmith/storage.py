@@ -42,6 +42,13 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+def apply_umask(file: Path) -> None:
+    """Give a file the permissions of a new one: safetensors lets only its owner read what it writes."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    file.chmod(file.stat().st_mode | (0o666 & ~umask))
+
+
 def require_writable(key: str, folder: Path) -> None:
     """Check that `atomic_folder` could write `folder`; raise ConfigError otherwise.
 
@@ -91,6 +98,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         for file in (*temporary.rglob("*"), temporary):
+            if not file.is_dir():
+                apply_umask(file)
             _fsync(file)
         _replace(path, temporary)
         _fsync(path.parent)

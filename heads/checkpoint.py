@@ -44,7 +44,7 @@ from draftsmith.heads.untrusted import (
     without_warnings,
 )
 from draftsmith.provenance import model_fingerprints, tokenizer_fingerprint
-from draftsmith.storage import write_json
+from draftsmith.storage import apply_umask, write_json
 
 
 def drafter_named(text: str, target: PreTrainedModel, load: Callable[[str], Drafter]) -> Drafter:
@@ -125,6 +125,8 @@ def save_drafter(
     else:
         tensors = {name: value.detach().cpu().contiguous() for name, value in drafter.state_dict().items()}
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    for file in folder.glob("*.safetensors"):
+        apply_umask(file)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     write_json(folder / "config.json", {**config, "draftsmith": section})

@@ -11,7 +11,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, reason_of
 from draftsmith.names import EMBEDDED
 from draftsmith.reading import dump_yaml, parse_json, parse_yaml, read_json, read_text
 from draftsmith.storage import LOCK, clear_leftovers, hold_folder, is_leftover, write_json, write_text
@@ -183,22 +183,31 @@ def flush_metrics(folder: Path) -> None:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's metrics, without a last line that is incomplete because the run was killed."""
+    """Return the rows of a run's metrics, without a last line that is incomplete because the run was killed.
+
+    Raises:
+        ConfigError: for a complete line that is no row.
+    """
     path = folder / METRICS
     if not path.exists():
         return []
     try:
-        lines = read_text(path).splitlines()
+        lines = read_text(path).split("\n")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read ({error}); expected the metrics of a run") from error
     rows = []
     for number, line in enumerate(lines, 1):
         try:
             row = parse_json(line)
-        except ValueError:
-            break
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise ConfigError(f"{path}:{number} is not a row of a run's metrics; expected another folder")
+            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                raise ValueError("no step")
+        except ValueError as error:
+            if number == len(lines):
+                break  # a killed run was writing it
+            raise ConfigError(
+                f"{path}:{number} is not a row of a run's metrics ({reason_of(error)}); expected another folder, or "
+                "the file without this line"
+            ) from error
         rows.append(row)
     return rows
 

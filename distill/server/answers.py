@@ -300,12 +300,13 @@ class Journal:
         """Append the answers to these questions from another journal, to which another process may still write."""
         if file == self.path:
             return
-        with suppress(FileNotFoundError, ConfigError), file.open("rb") as lines:
+        with suppress(FileNotFoundError), file.open("rb") as lines:
             next(lines, None)
             for line in lines:
-                read = self._parse(line)
-                if read.place[1] in numbers and read.place not in self:
-                    self.add(read.place, read.answer)
+                with suppress(ConfigError):  # a damaged line, or one that is being written
+                    read = self._parse(line)
+                    if read.place[1] in numbers and read.place not in self:
+                        self.add(read.place, read.answer)
 
     def _append(self, value: dict[str, Any]) -> int:
         """Append a line, and return where it begins."""

@@ -1,5 +1,8 @@
 """The hidden-state cache: states are read as they were written, and damage invalidates one shard."""
 
+import hashlib
+import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -254,6 +257,57 @@ def test_rows_of_several_shards_come_with_zeros_after_them(dtype: str, monkeypat
         assert not states_TW[length:].any()
 
 
+def flip(file: Path, place: int) -> None:
+    """Change one bit of a file, whose size and time stay as they are."""
+    state, content = file.stat(), bytearray(file.read_bytes())
+    content[place] ^= 4
+    file.write_bytes(content)
+    os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8"])
+def test_no_flipped_bit_is_trained_on(dtype: str) -> None:
+    """In any tensor of a row, which is then refused; the next start builds its shard again."""
+    rows, model = rows_of(5), make_llama().requires_grad_(False)
+    cache = SignalCache(model, rows, LAYERS, dtype, shard_rows=4, normalizers=True)
+    teacher = OnlineTeacher(model, LAYERS)
+    cache.build(cache.missing()[0], teacher, lambda: None)
+    file = cache.folder / "shard-00000.safetensors"
+    header, whole = int.from_bytes(file.read_bytes()[:8], "little"), file.read_bytes()
+    names = {"states", "log_sums", "argmax"} | ({"scales"} if dtype == "float8" else set())
+    described = json.loads(whole[8 : 8 + header])
+    assert described.keys() == names | {"__metadata__"}
+    for name in names:
+        begin, end = described[name]["data_offsets"]
+        flip(file, 8 + header + (begin + end) // 2)
+        fresh = SignalCache(model, rows, LAYERS, dtype, shard_rows=4, normalizers=True)
+        assert fresh.missing() == ([], []), "size and time are as they were"
+        with pytest.raises(DraftsmithError, match=r"shard-00000.*does not match its checksum.*; the same command"):
+            fresh.read(range(5))
+        fresh.read([4])
+        assert fresh.missing()[0] == [0]
+        fresh.build([0], teacher, lambda: None)
+        assert file.read_bytes() == whole
+
+
+def test_a_cache_of_an_earlier_version_is_read() -> None:
+    """It has one checksum of a whole shard."""
+    cache, _ = built("float8", rows_of())
+    for number, file in enumerate(sorted(cache.folder.glob("*.safetensors"))):
+        note = json.loads(file.with_suffix(".json").read_text())
+        del note["rows"]
+        note["sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
+        file.with_suffix(".json").write_text(json.dumps(note))
+        if number == 1:
+            flip(file, -9)
+    fresh = SignalCache(make_llama(), rows_of(), LAYERS, "float8", shard_rows=4)
+    assert fresh.missing() == (
+        [1],
+        ["teacher cache: shard-00001.safetensors does not match its checksum; building it again"],
+    )
+    assert torch.equal(fresh.read([0, 9])[0], cache.read([0, 9])[0])
+
+
 @pytest.mark.parametrize("when", ["before the first row", "between two rows"])
 @pytest.mark.parametrize(
     ("harm", "reason"),
@@ -261,6 +315,7 @@ def test_rows_of_several_shards_come_with_zeros_after_them(dtype: str, monkeypat
         (lambda file: file.unlink(), "No such file"),
         (lambda file: file.write_bytes(file.read_bytes()[:-1]), "it has become shorter"),
         (lambda file: file.write_bytes(b""), ""),
+        (lambda file: flip(file, -9), "it does not match its checksum"),
     ],
 )
 def test_a_shard_that_was_damaged_since_the_start_is_named(

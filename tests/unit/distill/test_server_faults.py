@@ -154,17 +154,24 @@ def test_nothing_is_asked_twice_after_an_interruption(
 
 
 def test_questions_of_another_data_set_are_not_asked_again(tmp_path: Path) -> None:
-    """The cache keeps answers by question: more questions in another order, and one of them twice."""
+    """The cache keeps answers by question: more questions in another order, and one of them twice.
+
+    Of a damaged file, only the damaged answer is lost.
+    """
     first, said = questions(count=3), list[str]()
     more = Dataset.from_list([questions()[index] for index in (5, 2, 0, 1, 0, 4)])
     with Engine().running() as engine:
         sample(engine, None, first)
         engine.asked.clear()
+        (file,) = (tmp_path / "cache").rglob("answers.jsonl")
+        lines = file.read_bytes().splitlines(keepends=True)
+        lost = question_numbers(more).index(json.loads(lines[1])["place"][1])
+        file.write_bytes(b"".join([lines[0], b"[" + lines[1][1:], *lines[2:]]))
         rows = sample(engine, None, more, said)
         again = [json.loads(text)[1] for text in asked_for_text(engine)]
         whole = sample(engine, tmp_path / "alone", more)
-    assert sorted(again) == sorted(first_seed(more, index) for index in (0, 4, 5))
-    assert said == ["responses: 3 of 6 are new"]
+    assert sorted(again) == sorted(first_seed(more, index) for index in (0, 4, 5, lost))
+    assert said == ["responses: 4 of 6 are new"]
     assert rows.to_list() == whole.to_list()
     assert rows["input_ids"][2] != rows["input_ids"][4]
 

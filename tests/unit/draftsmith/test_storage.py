@@ -1,6 +1,8 @@
 """Writes are atomic, a locked folder is refused to other processes, and fingerprints change with the data."""
 
+import os
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,10 +10,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import make_llama
+from datasets import Dataset
+from safetensors.torch import save_file
+from transformers import LlamaForCausalLM
 
 from draftsmith.cli import main
+from draftsmith.distill.hidden_state_cache import SignalCache
+from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
+from draftsmith.heads import Medusa
+from draftsmith.heads.checkpoint import save_drafter
 from draftsmith.provenance import fingerprint, model_fingerprint
 from draftsmith.storage import atomic_folder, cache_dir, hold_cache, hold_folder, require_writable, write_text
 
@@ -35,6 +45,25 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     _fill(folder, "new")
     assert (folder / "a.txt").read_text() == "new"
     assert [entry.name for entry in folder.parent.iterdir()] == ["kept"], "nothing temporary is left"
+
+
+def test_files_have_the_permissions_of_the_umask(tmp_path: Path, tiny_target: LlamaForCausalLM) -> None:
+    before = os.umask(0o027)
+    try:
+        with atomic_folder(tmp_path / "atomic") as temporary:
+            save_file({"a": torch.zeros(1)}, temporary / "a.safetensors")
+        drafter = Medusa.from_target(tiny_target, num_heads=1)
+        save_drafter(drafter, tmp_path / "plain", target={}, recipe=None, draft_length=1)
+        rows = Dataset.from_list([{"input_ids": [2, 3]}])
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+            cache = SignalCache(tiny_target, rows, (), "float32")
+            cache.build([0], OnlineTeacher(tiny_target), lambda: None)
+    finally:
+        os.umask(before)
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert len(files) == 5
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o640}
 
 
 def test_text_is_replaced_and_nothing_temporary_is_left(tmp_path: Path) -> None:

@@ -210,10 +210,15 @@ def test_an_evaluation_that_is_due_again_is_dropped(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == rows
 
 
-@pytest.mark.parametrize("row", ["null", '{"loss": 1}', '{"step": "x"}'])
-def test_metrics_of_another_shape_are_refused(row: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("row", ["null", '{"loss": 1}', '{"step": "x"}', '["step": 1}'])
+@pytest.mark.parametrize("after", ["", '{"step": 2}\n'])
+def test_metrics_of_another_shape_are_refused(row: str, after: str, tmp_path: Path) -> None:
+    """No row after a damaged one is dropped in silence; only a last line without its end is of a killed run."""
     recipe = parse_recipe({**BASE, "output": str(tmp_path / "run")}, "here")
     claim_output(recipe)
-    (tmp_path / "run" / "metrics.jsonl").write_text(f'{{"step": 0}}\n{row}\n')
+    file = tmp_path / "run" / "metrics.jsonl"
+    file.write_text(f'{{"step": 0}}\n{row}\n{after}')
     with pytest.raises(ConfigError, match=r"metrics\.jsonl:2 is not a row of a run's metrics"):
         check_output(recipe)
+    file.write_text(f'{{"step": 0}}\n{after}{row}')
+    check_output(recipe)
