@@ -40,7 +40,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.
 FLOAT8_MAX = 448.0
 """The largest number of float8_e4m3fn; each token is scaled to it."""
 TOGETHER, ON_HOST = 16, 1024
-"""Rows that the target reads together while the cache is built, and their tokens on a CPU, which takes seconds."""
+"""Most rows in a pass of the target while the cache is built, and on a CPU most tokens: such a pass takes seconds."""
 
 # Shapes: B texts, T positions, N tokens of a shard, H hidden size, W numbers stored for a token.
 

@@ -81,7 +81,7 @@ class Sampler:
 
     def __post_init__(self) -> None:
         self.advance: Callable[[float], None] = lambda _: None
-        """Called in each round with the share of its longest answer that a prompt got."""
+        """Called with the tokens that a round adds to an answer, as a share of the longest possible answer."""
         self._limit = context_limit(self.target.model.config)
         proposes = self.speculate and self.drafter is not None
         self._decoder = (

@@ -30,7 +30,7 @@ from draftsmith.provenance import environment, model_fingerprint
 from draftsmith.terminal import Bars, Terminal, stage, units
 
 COSTS_OF = "costs of "
-"""Before a drafter's name: the journal's entry with the seconds of its passes."""
+"""Prefix of the journal's entries with the seconds of a drafter's passes; the drafter's name follows."""
 WARM_UP_TOKENS = 16
 CALIBRATION = 4
 REPEAT_APART, TURN_APART = 10_007, 1_000_003
@@ -102,7 +102,7 @@ class Run:
 
     @cached_property
     def fingerprints(self) -> dict[str, Any]:
-        """Return those of models and prompts; a journal is continued only by a run with equal ones."""
+        """Return the fingerprints of models and prompts; a journal is continued only by a run with equal ones."""
         return {
             "target": model_fingerprint(self.target),
             "drafters": {name: model_fingerprint(drafter) for name, drafter in self.drafters.items()},

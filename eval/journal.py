@@ -86,7 +86,7 @@ def _kinds(record: Round) -> str:
 
 
 class Place(NamedTuple):
-    """One question to one batch of prompts, which every drafter and the target alone answer in turn."""
+    """A batch of prompts at one turn, in one repeat, at one temperature: what every variant decodes once."""
 
     repeat: int
     temperature: float
@@ -159,8 +159,8 @@ class Numbers(NamedTuple):
     def rounds(self) -> float:
         """Rounds of all texts.
 
-        Every round commits one token that was not drafted; vLLM counts the rounds with a draft only. The tokens of a
-        server without drafts are one a round.
+        Every round commits one token that was not drafted; vLLM counts the rounds with a draft only. Without
+        drafts every token is a round.
         """
         if self.accepted:
             return max(self.drafts, self.tokens - sum(self.accepted))
@@ -186,7 +186,7 @@ class PlainSpeeds(TypedDict):
 FACTS: dict[str, Any] = {"threads": Annotated[int, Field(ge=1, le=4096)], "plain": PlainSpeeds}
 """Values that a run determines once, with their types; all other facts are costs, or batches that a server answered."""
 BATCH = "batch "
-"""Before the place of a batch: the name of the fact with its `Numbers`."""
+"""Prefix of the facts that hold the `Numbers` of a batch; the `Place` of the batch follows."""
 
 
 @dataclass

@@ -16,7 +16,7 @@ from draftsmith.reading import read_json
 ENOUGH = 0.1
 """Difference between two acceptance rates at a position that rounding does not explain."""
 EQUAL = 0.05
-"""Acceptance rates at T=0 that agree."""
+"""Difference between two acceptance rates at T=0 that counts as agreement."""
 QUANTISED = re.compile(r"(?i)fp8|w8a8|w4a16|awq|gptq|nvfp4|mxfp4|bnb|[48]-?bit|int[48]|q[2-8]_[k0-9]|gguf")
 BLOCKS = ("dflash", "parallel_eagle")
 """Drafters whose positions read each other without a causal mask, or in parallel."""
@@ -89,7 +89,7 @@ class Sides:
 
 
 def explained(sides: Sides, *, lower: bool) -> str:
-    """Return acceptance by position of both measurements and the likely causes; `lower`: the engine's tau is."""
+    """Return acceptance by position of both and the likely causes; `lower`: whether the engine's tau is lower."""
     ours, theirs = sides.rates()
     if not theirs:
         shown = "The engine does not count acceptance by position."

@@ -157,7 +157,7 @@ class DFlashNetwork(DraftNetwork):
             self.vocabulary = DraftVocabulary(config.vocab_size, draft_vocab_size)
 
     def turn_masks(self, state_H: Tensor) -> None:
-        """Let the last layer's MLP add to the mask's embedding what makes it `state_H`, if no other layer adds any."""
+        """Set the last layer's MLP so that it maps the mask's embedding to `state_H`, if no other layer changes it."""
         layer = self.layers[-1]
         assert isinstance(layer, DecoderLayer)
         mlp, read_H = layer.mlp, layer.post_attention_layernorm(self.mask_embedding)

@@ -98,7 +98,7 @@ class FlatRows:
 
 
 _FITTING: "WeakKeyDictionary[PreTrainedModel, tuple[dict[str, Any], ...]]" = WeakKeyDictionary()
-"""Models that read flat rows, with the attributes of their layers' configs; others have none."""
+"""The attributes of the layers' configs by model: of models that read flat rows; empty for others."""
 _READ: ContextVar[FlatRows | None] = ContextVar("flat row that a model of this thread reads", default=None)
 
 

@@ -22,12 +22,12 @@ from draftsmith.heads.base import DraftStates, TeacherSignals, TrainableDrafter
 # Shapes: n sampled states, F inputs of a linear layer, V vocabulary, D draft vocabulary, H hidden size.
 
 SAMPLED = 256
-"""States at most from which a layer is measured."""
+"""Most states from which a layer is measured."""
 SPREAD = 0.45
 """Standard deviation in nats, over the tokens by frequency, of the copied lm_head's part of the logits. Where that part
 says nothing about the next token, it costs about SPREAD ** 2 / 2 = 0.1 nats."""
 RIDGE = 0.1
-"""Of the regression for m, relative to the mean square of the inputs."""
+"""Penalty of the ridge regression in `constant_reader`, relative to the mean square of the inputs."""
 
 
 def frequencies(counts_V: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ def implementation(configs: Sequence[dict[str, Any]], name: str) -> Iterator[Non
 
 
 STANCE = RLock()
-"""torch has one stance for all threads."""
+"""Held while torch.compile's stance is changed, which applies to all threads."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Numbers of experts in configs."""
 NO_CONTEXT = nullcontext()

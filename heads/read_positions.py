@@ -114,7 +114,7 @@ class ReadPositions:
         keys_M, queries_N, among_N, ends_N = (_moved(x, n, ids_BT) for x, n in zip(places, sizes, strict=True))
         self.queries_N, self._ends_N = queries_N[own], ends_N[own]
         self.runs = list(_within(runs, own))
-        """Of the queries."""
+        """The documents' spans of queries."""
         self.first_X = keys_M
         """Places of the first step: the keys, then with a part its queries too, which may lie among other keys."""
         self.first_runs = list(_within(documents, own_keys))

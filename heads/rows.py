@@ -1,8 +1,8 @@
-"""Numbers of the texts of a batch that the host knows, with a copy on the device.
+"""Integers for each text of a batch, stored on the host and copied to the device when they are first needed there.
 
-A round of decoding needs such numbers on both sides: lengths, tokens, places of accepted tokens. A copy to the device
-is an upload that the device may wait for. `Rows.together` copies several lists at once, when one of them is first used
-there, and arithmetic of `Counts` stays on the device.
+A round of decoding reads lengths, tokens and indices of accepted tokens on both sides, and the device may have to wait
+for each copy. `Rows.together` therefore copies several lists in one upload, and arithmetic of `Counts` whose values are
+on the device stays there.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,31 +16,31 @@ from torch import Tensor
 
 
 def upload(values: Tensor | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Return a tensor of the host, or rows of equal length as [B, W], on the device, without waiting for it."""
+    """Copy a host tensor, or rows of equal length as [B, W], to the device; the host does not wait for the copy."""
     host = values if isinstance(values, Tensor) else torch.tensor(values)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 @lru_cache(maxsize=4096)
 def constant(numbers: tuple[Any, ...], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
-    """Return numbers, or rows of them, as a tensor on the device that later rounds use again.
+    """Return numbers, or rows of numbers, as a cached tensor on the device.
 
-    For what follows from the shape of drafts or from the rows of a batch alone. The dtype belongs to the key: (0, 1)
-    equals (False, True).
+    For values that repeat in later rounds, since they follow from the shape of drafts or the rows of a batch alone. The
+    dtype is part of the cache's key, since (0, 1) equals (False, True).
     """
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 def rows_of(values_BX: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return a copy of these rows; without an upload, which an index would need."""
+    """Return a copy of these rows; indexing with a list would upload the list."""
     if not rows:
         return values_BX[:0].clone()
     return torch.stack([values_BX[row] for row in rows])
 
 
 class Counts(Sequence[int]):
-    """A number for each row.
+    """One integer for each text of a batch.
 
     Args:
         on_device: returns the numbers [B] on the device; None: they are copied when they are first needed there.
@@ -128,7 +128,7 @@ def _padded(row: list[int], width: int) -> list[int]:
 
 
 class Rows(Sequence[list[int]]):
-    """A list of numbers for each row.
+    """A list of integers for each text of a batch.
 
     Args:
         on_device: returns their lengths and numbers [B, 1 + W] on the device; None: they are copied when they are first
@@ -144,7 +144,7 @@ class Rows(Sequence[list[int]]):
         self.lists, self.device = [list(row) for row in lists], device
         self._on_device = partial(_Upload(device, self.lists).part, 0) if on_device is None else on_device
         self.counts = Counts(map(len, self.lists), device, partial(_first_column, self._on_device))
-        """The number of numbers of each row."""
+        """The length of each row."""
 
     @classmethod
     def of(cls, lists: Sequence[Sequence[int]], device: torch.device) -> "Rows":
@@ -160,7 +160,7 @@ class Rows(Sequence[list[int]]):
 
     @classmethod
     def rising(cls, counts: Counts) -> "Rows":
-        """Return the first numbers from 0 on, `counts` of them in each row."""
+        """Return 0, 1, …, n - 1 in each row, with n from `counts`."""
 
         def on_device() -> Tensor:
             most = max(counts)
@@ -186,7 +186,7 @@ class Rows(Sequence[list[int]]):
 
     @cached_property
     def width(self) -> int:
-        """The numbers of the longest row."""
+        """The length of the longest row."""
         return max(map(len, self.lists))
 
     @cached_property
@@ -231,7 +231,7 @@ def _first_column(on_device: Callable[[], Tensor]) -> Tensor:
 
 
 class Columns(NamedTuple):
-    """The columns of a pass whose output is needed: `width` of each row, from its `first` on."""
+    """The columns of a forward pass whose output is needed: `width` columns of each row, which begin at its `first`."""
 
     first: Counts
     width: int = 1

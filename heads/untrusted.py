@@ -161,7 +161,7 @@ def without_warnings() -> Iterator[None]:
 
 MOST_LISTED = 2**20
 LISTED = re.compile(r"(layers?|labels|blocks|depth)$")
-"""Ends of keys that count what transformers lists, entry by entry, while it reads a config."""
+"""Ends of config keys whose value is the length of a list that transformers builds while it reads the config."""
 
 
 def require_countable(what: str, config: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Optimizers = list["torch.optim.Optimizer"]
 Sizes = dict["Tensor", "InputSizes"]
-"""The sizes of what some weights of a drafter read."""
+"""The sizes of the inputs of some weights of a drafter."""
 BETAS = (0.9, 0.95)
 """AdamW's."""
 MEASURED_TOTAL = 64.0
@@ -32,12 +32,12 @@ class Trained:
 
     weights: list[nn.Parameter]
     matrices: list[nn.Parameter]
-    """Those that are matrices inside the layers."""
+    """Those of `weights` that are matrices inside the layers."""
     sizes: Sizes = field(default_factory=dict)
-    """The sizes of the inputs of some weights, for which the rates hold as for inputs of ordinary sizes."""
+    """The sizes of the inputs of some weights, which scale their updates, so that one rate suits inputs of any size."""
     weight_decay: float = 0.0
     dtype: torch.dtype | None = None
-    """Of Muon's matrix products; None: float32."""
+    """Dtype of Muon's matrix products; None: float32."""
 
     @classmethod
     def of(cls, drafter: TrainableDrafter, **values: Any) -> Trained:
@@ -111,8 +111,8 @@ class Schedule(NamedTuple):
     """The rate of a step relative to the peak, and its description in the first line of a run."""
 
     share: Callable[[float, float], float]
-    """Of the share of the steps after the warm-up that have been taken, and of that of the decay, the last
-    `train.decay_fraction` of the steps."""
+    """Function of two shares of steps that have been taken: of those after the warm-up, and of those of the decay (the
+    last `train.decay_fraction` of all)."""
     described: str
     """`{decay}` stands for the number of steps of the decay."""
 

@@ -140,7 +140,7 @@ class StepSums(NamedTuple):
     """KL of the adapted target from the original, in nats; zero for a frozen target."""
 
     def plus(self, before: "StepSums | None") -> "StepSums":
-        """Return the sums with those of other batches, if there are any."""
+        """Return these sums plus those of earlier batches; None stands for no earlier batch."""
         return self if before is None else StepSums(*(a + b for a, b in zip(before, self, strict=True)))
 
 

@@ -106,7 +106,7 @@ class ServerClient:
             reason = _reason(error)
             if getattr(error, "status_code", 0) in (401, 403):
                 raise self._unusable(reason) from None
-            if _nobody_listens(error):
+            if _not_connected(error):
                 raise ConfigError(f"server {self.url} {reason}; expected a running server") from None
             return []  # sampling needs no list
         entries = payload.get("data") if isinstance(payload, dict) else None
@@ -151,8 +151,8 @@ def served_at(addresses: Iterable[str], model: str | None) -> list[ServedName]:
     return [asyncio.run(ask(address)) for address in addresses]
 
 
-def _nobody_listens(error: Exception) -> bool:
-    """Return whether there was no connection: a wrong host or port, or a server that has not started."""
+def _not_connected(error: Exception) -> bool:
+    """Return whether no connection was made: a wrong host or port, or a server that has not started."""
     return type(error.__cause__).__name__ == "ConnectError"  # of httpx or of httpx2, as openai has it
 
 

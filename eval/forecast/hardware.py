@@ -36,7 +36,7 @@ Arm = tuple[str, int | str]
 """A drafter and a draft length of its chains, or another of its policies by name."""
 ALONE: Arm = ("", 0)
 Timed = dict[Arm, list[Round]]
-"""Rounds of each arm."""
+"""The timed rounds of each arm."""
 ROUNDS, TURNS = 5, 8
 """Rounds that are timed in a row, and turns over all lengths, whose differences give the error of the seconds."""
 ROOM = 5
@@ -71,9 +71,9 @@ def pass_costs(
     drafters: dict[str, Drafter],
     prompt: Sequence[int] = (),
 ) -> dict[str, Costs]:
-    """Return the costs by which passes are padded: of the target alone, by the key '', and with each timed drafter.
+    """Return the costs from which the decoder chooses the widths of passes: by drafter, and of the target alone by ''.
 
-    `prompt`: tokens that the passes read.
+    `prompt`: tokens that the timed passes read.
     """
     alone = measure_costs(target, text=prompt)
     # All passes use the same padding: measured separately, noise may change the padding of a width.
@@ -88,7 +88,7 @@ def _computing(drafters: dict[str, Drafter]) -> dict[str, Drafter]:
 
 
 def timeable(target: PreTrainedModel, texts: Sequence[TargetText]) -> list[TargetText]:
-    """Return the texts that leave room in the target's context for the shortest rounds after their half.
+    """Return the texts after whose middle the target's context has room for the shortest rounds.
 
     Raises:
         ConfigError: if there are none.

@@ -49,7 +49,7 @@ PLACES = 5
 """Positions of a round that are tested separately; the last one includes all later positions."""
 TESTS = PLACES + 5
 AT_ONCE = 2**20
-"""Numbers of a table over the vocabulary that are transformed at once."""
+"""Largest number of entries of a table over the vocabulary that are transformed at once."""
 BATCH = 64
 TEXT_TOKENS = 64
 OPEN_TOKENS = 16

@@ -46,7 +46,7 @@ from draftsmith.provenance import environment, model_fingerprint
 from draftsmith.terminal import stage
 
 ALONE, TOGETHER, COLD, STOP, END, PENALISED, SAMPLED = range(7)
-"""The first number of a request's place in the journal; those of further temperatures follow the last."""
+"""First element of a request's place in the journal: the kind of question; `SAMPLED` + i at the i-th temperature."""
 TOKENS = 8
 """Tokens of a sampled continuation: more than are tested jointly, so that drafts have their whole length."""
 COLDEST = 0.01
@@ -60,10 +60,10 @@ RATE = 1.5
 LONGEST_CONTEXT = 8192
 """A longer context is not filled."""
 LEFT = (8, 5)
-"""Tokens that prompts leave of the context: drafts end at different places before its end."""
+"""Tokens of the context that are left after a prompt; with both, drafts end at different distances from its end."""
 STOP_CHARACTERS = 3
 CONTROL = 4
-"""One in so many of the control's answers is the greedy one."""
+"""In the control, one answer in `CONTROL` is replaced by the greedy one."""
 
 
 @dataclass

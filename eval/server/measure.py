@@ -40,7 +40,7 @@ ROUNDS = ("vllm:spec_decode_num_drafts", "llamacpp:spec_decode_num_drafts", "sgl
 DRAFT_TOKENS = ("vllm:spec_decode_num_draft_tokens", "llamacpp:spec_decode_num_draft_tokens")
 PER_POSITION = ("vllm:spec_decode_num_accepted_tokens_per_pos", "llamacpp:spec_decode_num_accepted_tokens_per_pos")
 GENERATED = ("vllm:generation_tokens", "llamacpp:tokens_predicted", "sglang:generation_tokens")
-"""Counters that exist without speculation, too: with them a server without drafts is told from one without metrics."""
+"""Counters that exist without speculation, too; they distinguish a server without drafts from one without metrics."""
 SECONDS = 30.0
 
 
@@ -111,7 +111,7 @@ class CounterRoutes:
         return Counters(False) if answer is None else parse_counters(answer.text)
 
     def sglang_tau(self) -> float | None:
-        """Return SGLang's mean acceptance length since its start; None where it is not told."""
+        """Return SGLang's mean acceptance length since its start; None if it does not report it."""
         for state in self._states():
             value = state.get("avg_spec_accept_length")
             if isinstance(value, int | float) and 1 <= value < 1e6:
@@ -119,7 +119,7 @@ class CounterRoutes:
         return None
 
     def sglang_draft_length(self) -> int | None:
-        """Return the draft length of SGLang's chains; None where it is not told. ConfigError for trees."""
+        """Return the draft length of SGLang's chains; None if it does not report it. ConfigError for trees."""
         for state in self._states():
             count, branches = state.get("speculative_num_draft_tokens"), state.get("speculative_eagle_topk")
             if isinstance(branches, int) and branches > 1:

@@ -67,7 +67,7 @@ class Layout:
 
 LAST_NORM = "final_layernorm.weight"
 OWN = "the target's own MTP module: "
-"""The first words of errors."""
+"""Prefix of error messages."""
 
 
 def _names(token: str, hidden: str, projection: str, last: str | None) -> dict[str, str]:
