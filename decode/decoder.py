@@ -1,12 +1,10 @@
 """`SpeculativeDecoder`, the public decoder: decodes one prompt or a batch with a target and a drafter."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
-from threading import RLock
 from typing import Any, TypedDict, Unpack
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedModel
@@ -25,6 +23,7 @@ from draftsmith.decode.arguments import (
     sequences_of,
 )
 from draftsmith.decode.costs import Costs, now
+from draftsmith.decode.locks import Locks
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.capability import require_compilable
@@ -90,7 +89,8 @@ class SpeculativeDecoder:
         target = plain_model(target)
         require_lm_head(target)
         self.drafter, self._compile, self._invariant = drafter, compile, invariant
-        with self._turn(target):
+        self._locks = Locks(target, drafter, owner=self)
+        with self._locks.running():
             models = capabilities(target, drafter)
             if invariant:
                 require_invariant(target, models[0], compile=compile)
@@ -114,8 +114,7 @@ class SpeculativeDecoder:
             require_same_vocabulary(drafter, target)
             if isinstance(policy, str):
                 if self.costs is None and plans(policy):
-                    with self._turn(target):
-                        self.costs = measure_costs(target, drafter, compile=compile)
+                    self.costs = measure_costs(target, drafter, compile=compile)
                 policy = policy_named(policy, self.costs)
             self.policy = default_policy(drafter) if policy is None else policy
         if self.rule is not None and drafter is not None:
@@ -161,7 +160,6 @@ class SpeculativeDecoder:
             input_ids, attention_mask=attention_mask, inputs=[inputs], seeds=seed, on_tokens=forward, **settings
         )[0]
 
-    @torch.inference_mode()
     def generate_batch(
         self,
         input_ids: Ids | Mapping[str, Any],
@@ -179,27 +177,33 @@ class SpeculativeDecoder:
             settings: see `GenerateSettings` and `BatchSettings`; None is the default of every setting, except that no
                 token ends a text with `eos_token_id=None`.
         """
+        return self._decode(input_ids, seeds, on_tokens, self.policy, settings)[0]
+
+    @torch.inference_mode()
+    def _decode(
+        self,
+        input_ids: Ids | Mapping[str, Any],
+        seeds: Sequence[int] | int | None,
+        on_tokens: OnBatchTokens | None,
+        policy: Policy | None,
+        settings: BatchSettings,
+    ) -> tuple[list[DecodeOutput], list[Policy | None]]:
+        """Return the output for each prompt, and the policy that its text ended with; see `generate_batch`."""
         rows, sequences = sequences_of(self._model, input_ids, 0 if seeds is None else seeds, settings)
         for sequence in sequences:
             if self.drafter is not None and is_beyond(self.drafter, sequence.tokens):
                 of_drafter = f"the {self.drafter.type} drafter's context of {self.drafter.context_limit}"
                 warnings.warn(
-                    f"prompt={len(sequence.tokens)} tokens fill {of_drafter}: decoded without drafts", stacklevel=3
+                    f"prompt={len(sequence.tokens)} tokens fill {of_drafter}: decoded without drafts", stacklevel=4
                 )
         sampling = Sampling(settings.get("temperature") or 0.0, settings.get("top_k"), settings.get("top_p"))
         processors = Processors(sampling, settings.get("logits_processor") or (), texts=len(rows))
-        forward = None if on_tokens is None else _unlocked(self._model)(on_tokens)
-        with self._turn(self._model):
+        forward = None if on_tokens is None else self._locks.released()(on_tokens)
+        with self._locks.held():
             self._add_inputs(sequences, settings.get("inputs"))
-            prefill_seconds = _Call(self, processors, forward).decode(sequences)
-            self._last = sequences[0]
-        return [sequence.output(row, prefill_seconds) for row, sequence in zip(rows, sequences, strict=True)]
-
-    @contextmanager
-    def _turn(self, target: PreTrainedModel) -> Iterator[None]:
-        """Let other threads that decode with the target or the drafter wait inside the context."""
-        with _lock_of(self if self.drafter is None else self.drafter), _lock_of(target):
-            yield
+            prefill_seconds = _Call(self, processors, forward, policy).decode(sequences)
+        outputs = [sequence.output(row, prefill_seconds) for row, sequence in zip(rows, sequences, strict=True)]
+        return outputs, [sequence.policy for sequence in sequences]
 
     def _add_inputs(self, sequences: list[DecodeSequence], inputs: Sequence[ProcessorInputs | None] | None) -> None:
         """Give each sequence the processor's tensors of its prompt."""
@@ -220,15 +224,14 @@ class SpeculativeDecoder:
         Use a few texts at each temperature that will be used. Without effect on policies that do not learn. `inputs`:
         as for `generate_batch`.
         """
-        with self._turn(self._model):
-            policy = self.policy
-            if policy is None or not policy.learns:
-                return
-            for seed, prompt in enumerate(prompts):
-                self.policy = exploring(policy, True)
-                self.generate(prompt, inputs=None if inputs is None else inputs[seed], seed=seed, **settings)
-                policy = self._last.policy or policy  # none beyond the drafter's context
-            self.policy = exploring(policy, False)
+        policy = self.policy
+        if policy is None or not policy.learns:
+            return
+        for seed, prompt in enumerate(prompts):
+            given: BatchSettings = {**settings, "inputs": None if inputs is None else [inputs[seed]]}
+            _, (learned,) = self._decode([prompt], seed, None, exploring(policy, True), given)
+            policy = learned or policy  # none beyond the drafter's context
+        self.policy = exploring(policy, False)  # not after an error
 
     @property
     def learns(self) -> bool:
@@ -239,8 +242,14 @@ class SpeculativeDecoder:
 class _Call:
     """One call of a decoder, which holds the locks of its models: groups the texts that share passes."""
 
-    def __init__(self, decoder: SpeculativeDecoder, processors: Processors, on_tokens: OnBatchTokens | None) -> None:
-        self._of, self._processors, self._on_tokens = decoder, processors, on_tokens
+    def __init__(
+        self,
+        decoder: SpeculativeDecoder,
+        processors: Processors,
+        on_tokens: OnBatchTokens | None,
+        policy: Policy | None,
+    ) -> None:
+        self._of, self._processors, self._on_tokens, self._policy = decoder, processors, on_tokens, policy
 
     def decode(self, sequences: list[DecodeSequence]) -> float:
         """Decode until every sequence has ended and return the seconds of the prefill."""
@@ -269,7 +278,7 @@ class _Call:
 
         Without the drafter, if its context is shorter than the texts are now.
         """
-        of, drafter, policy = self._of, self._of.drafter, self._of.policy
+        of, drafter, policy = self._of, self._of.drafter, self._policy
         if is_beyond(drafter, sequences[0].tokens):
             drafter = policy = None
         widths, draft_widths = ({}, None) if of.costs is None else (of.costs.verify_widths, of.costs.draft_widths)
@@ -298,25 +307,6 @@ class _Call:
                     if self._on_tokens is not None:
                         self._on_tokens(sequence.number, new, record)
         return prefill_seconds
-
-
-_LOCKS: "WeakKeyDictionary[object, RLock]" = WeakKeyDictionary()
-"""Threads that decode with the same target or drafter take turns, as it holds the state of one call."""
-
-
-def _lock_of(owner: object) -> RLock:
-    return _LOCKS.setdefault(owner, RLock())
-
-
-@contextmanager
-def _unlocked(target: PreTrainedModel) -> Iterator[None]:
-    """Release the target's lock inside the context, so that other threads run it with drafters of their own."""
-    lock = _lock_of(target)
-    lock.release()
-    try:
-        yield
-    finally:
-        lock.acquire()
 
 
 def is_beyond(drafter: Drafter | None, tokens: list[int]) -> bool:

@@ -41,8 +41,7 @@ def fastest_decoder(
         return plain
     costs = options.get("costs")
     if costs is None:
-        with plain._turn(target):
-            costs = stored_costs(target, drafter, texts=texts, invariant=options.get("invariant", False))
+        costs = stored_costs(target, drafter, texts=texts, invariant=options.get("invariant", False))
     policy, retrieves = AdaptiveChain(costs, texts=texts), type(drafter).retrieve is not Drafter.retrieve
     may_retrieve = plain.rule is None or not plain.rule.drawn
     if texts > 1 and not policy.may_pay(retrieved=retrieves or may_retrieve):

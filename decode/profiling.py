@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.decode.costs import Costs, now
 from draftsmith.decode.drafts.builder import DraftBuilder, Read
+from draftsmith.decode.locks import Locks
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.recurrent import MOST_AGAIN, is_recurrent
@@ -121,7 +122,7 @@ def _sampling(
     device = next(target.parameters()).device
     reader.clock = time.thread_time if device.type == "cpu" else partial(now, device)
     loop = DecodeLoop(reader, drafter, policy, sequences, processors, compile=plan.compile)
-    with closing(reader), closing(loop):
+    with Locks(target, drafter).held(), closing(reader), closing(loop):
         loop.prefill()
         yield loop, reader
 
@@ -241,7 +242,7 @@ def _curve(model: PreTrainedModel, compile: bool, text: Sequence[int]) -> dict[i
     """Return the median seconds in which the model reads each number of tokens after a context."""
     seconds: dict[int, list[float]] = {width: [] for width in WIDTHS if not (compile and width & (width - 1))}
     device = next(model.parameters()).device
-    with _reading(model, text, compile=compile) as read:
+    with Locks(model, None).running(), _reading(model, text, compile=compile) as read:
         for repeat in range(REPEATS + 1):
             for width, measured in seconds.items():
                 started = now(device)

@@ -234,6 +234,16 @@ def test_the_policy_learns_what_is_accepted() -> None:
     assert lengths["wrong"] < 2
 
 
+def test_calibration_that_fails_changes_nothing(tiny_target: LlamaForCausalLM) -> None:
+    decoder = SpeculativeDecoder(
+        tiny_target, DraftModel(make_llama(1)), policy=AdaptiveChain(Costs({1: 1.0}, {1: 0.1}))
+    )
+    policy = decoder.policy
+    with pytest.raises(ConfigError, match="prompt=128 tokens"):
+        decoder.calibrate([[5, 6, 7], [1] * 128], max_new_tokens=4)
+    assert decoder.policy is policy
+
+
 @pytest.mark.parametrize("policy", ["adaptive", "optimal-tree"])
 def test_a_seed_gives_the_same_text_whatever_was_decoded_before(tiny_target: LlamaForCausalLM, policy: str) -> None:
     decoder = SpeculativeDecoder(tiny_target, DraftModel(make_llama(1)), policy=policy)

@@ -1,16 +1,20 @@
 """Threads that decode with one model: their texts are those of decoders that run alone."""
 
+import time
 from collections.abc import Callable
 from threading import Thread
+from typing import Any
 
 import pytest
 import torch
 from conftest import make_llama
 from transformers import LlamaForCausalLM
 
-from draftsmith import SpeculativeDecoder, as_custom_generate
+from draftsmith import ConfigError, SpeculativeDecoder, as_custom_generate
+from draftsmith.decode.profiling import measure_costs
 from draftsmith.heads import Drafter, Medusa
-from draftsmith.heads.draft_model import DraftModel
+from draftsmith.heads.draft_model import DraftModel, EarlyExit
+from draftsmith.heads.retrieval import Hybrid
 
 PROMPT, OTHER = [5, 9, 33, 2], [7, 7, 8]
 WAIT = 0.5
@@ -61,13 +65,54 @@ def test_decoders_of_one_model_take_turns(other: str) -> None:
     assert results == [alone[0]]
 
 
-@pytest.mark.parametrize("kind", ["decoder", "drafter", "no drafter"])
+@pytest.mark.parametrize("kind", ["draft model", "early exit"])
+def test_a_model_is_a_target_and_drafts_for_another(kind: str) -> None:
+    """The other thread waits for the pass, and begins while a callback runs."""
+    model, other = make_llama(), make_llama(2)
+    first = SpeculativeDecoder(model, Medusa.from_target(model, num_heads=3).eval())
+    second = SpeculativeDecoder(other, DraftModel(model) if kind == "draft model" else EarlyExit(model))
+    alone = [decode(first, PROMPT), decode(second, OTHER)]
+    waiting: list[tuple[Thread, list[list[int]]]] = []
+
+    def begin(*_: object) -> None:
+        if not waiting:
+            waiting.append(started(lambda: decode(second, OTHER)))
+            assert waiting[0][1] == []
+
+    hook = model.model.layers[0].register_forward_hook(begin)
+    assert decode(first, PROMPT, on_tokens=lambda *_: waiting[0][0].join(60)) == alone[0]
+    hook.remove()
+    assert waiting[0][1] == [alone[1]]
+
+
+def test_crossed_models_never_wait_for_each_other_forever() -> None:
+    """Each is the other's draft model; a callback releases both and takes both again."""
+    models = make_llama(), make_llama(2)
+    decoders = [SpeculativeDecoder(a, DraftModel(b)) for a, b in (models, models[::-1])]
+    alone = [decode(decoder, PROMPT) for decoder in decoders]
+    results: list[list[list[int]]] = [[], []]
+
+    def run(number: int) -> None:
+        for _ in range(4):
+            results[number].append(decode(decoders[number], PROMPT, on_tokens=lambda *_: time.sleep(0.001)))
+
+    threads = [Thread(target=run, args=[number], daemon=True) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert results == [[text] * 4 for text in alone]
+
+
+@pytest.mark.parametrize("kind", ["decoder", "drafter", "no drafter", "in hybrids"])
 def test_texts_of_one_decoder_or_drafter_take_turns(tiny_target: LlamaForCausalLM, kind: str) -> None:
     """The other thread begins between two rounds, as where a streamer has to wait."""
     drafter: Drafter | None = None if kind == "no drafter" else Medusa.from_target(tiny_target, num_heads=3).eval()
     decoder = SpeculativeDecoder(tiny_target, drafter)
     other = SpeculativeDecoder(tiny_target, drafter) if kind == "drafter" else decoder
-    alone = [decode(decoder, PROMPT), decode(decoder, OTHER)]
+    if kind == "in hybrids":
+        decoder, other = (SpeculativeDecoder(tiny_target, Hybrid(drafter)) for _ in range(2))
+    alone = [decode(decoder, PROMPT), decode(other, OTHER)]
     waiting: list[tuple[Thread, list[list[int]]]] = []
 
     def begin(*_: object) -> None:
@@ -95,6 +140,27 @@ def test_other_threads_decode_with_the_model_while_a_callback_runs(tiny_target: 
 
     assert decode(decoder, PROMPT, on_tokens=run) == alone[0]
     assert results == [alone[1]] * len(results) != []
+
+
+@pytest.mark.parametrize("kind", ["decoder", "drafter", "costs"])
+@pytest.mark.parametrize("callback", ["on_tokens", "stopping_criteria", "logits_processor"])
+def test_a_callback_that_uses_its_own_drafter_is_refused(
+    tiny_target: LlamaForCausalLM, kind: str, callback: str
+) -> None:
+    drafter = draft_model()
+    decoder = SpeculativeDecoder(tiny_target, drafter)
+    alone, refused = decode(decoder, PROMPT), []
+
+    def run(*given: Any) -> Any:
+        inner = decoder if kind == "decoder" else SpeculativeDecoder(tiny_target, Hybrid(drafter))
+        with pytest.raises(ConfigError, match=f"a callback uses the {'decoder' if kind == 'decoder' else ''}") as error:
+            measure_costs(tiny_target, drafter) if kind == "costs" else decode(inner, OTHER)
+        refused.append(error)
+        return given[1] if callback == "logits_processor" else False
+
+    given = run if callback == "on_tokens" else [run]
+    assert decode(decoder, PROMPT, **{callback: given}) == alone
+    assert refused
 
 
 def test_requests_of_one_custom_generate(tiny_target: LlamaForCausalLM) -> None:
