@@ -29,14 +29,11 @@ The check depends on the model at hand: another size or option than in the table
 
 ## Models with recurrent layers, and models without a cache that rolls back
 
-Recurrent layers read one token after the other, so these models verify chains. A round reads up to 16 committed
-tokens again in these layers ([how](decoding.md#recurrent-layers)).
+[Recurrent layers](decoding.md#recurrent-layers) read one token after the other, so these models verify chains. Where
+draft tokens cannot be removed from a cache, a warning says how chains are verified, since a round may then cost more
+than the tokens that it saves:
 
-Some models have no cache from which draft tokens can be removed. A warning says how their chains are verified, since a
-round may then cost more than the tokens that it saves:
-
-- *each round copies its own cache and reads up to 16 committed tokens again*: a copy of the cache's memory in each
-  round (RWKV, DeepSeek-V4);
+- *each round copies its own cache and reads up to 16 committed tokens again* (RWKV, DeepSeek-V4);
 - *each round reads the whole text again*: models whose `generate` does so for every token (OpenAI GPT), and models
   that continue their cache by one token at a time only (MiniMax-Text, RecurrentGemma). Expect less than the speed of
   `generate` there.
