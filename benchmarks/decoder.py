@@ -196,7 +196,7 @@ def make_variants(options: argparse.Namespace, loaded: Loaded) -> dict[str, Vari
         for name, one in drafters.items():
             for gamma in gammas:
                 variants[f"draftsmith: {name}gamma {gamma}{end}"] = ours(one, compile, name, draft_length=gamma)
-            for policy in ("adaptive", "optimal-tree"):
+            for policy in ("adaptive",):
                 variants[f"draftsmith: {name}{policy}{end}"] = ours(one, compile, name, policy=policy)
             hybrid = ours(Hybrid(one), compile, name, policy="adaptive")
             variants[f"draftsmith: {name}hybrid, adaptive{end}"] = hybrid

@@ -31,7 +31,7 @@ from forecast_report import cells, coverage_table, report
 from rich.console import Console
 
 from draftsmith import SpeculativeDecoder, load_drafter
-from draftsmith.decode.policies import Chain, Policy, policy_named
+from draftsmith.decode.policies import Policy, policy_named
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.distill.load_target import LoadedTarget, load_target
 from draftsmith.eval.baseline import fastest_threads, threads
@@ -44,7 +44,7 @@ from draftsmith.eval.forecast.expected_rounds import (
     replay,
     retrieved,
 )
-from draftsmith.eval.forecast.hardware import depth_of, measure_hardware, pass_costs
+from draftsmith.eval.forecast.hardware import measure_hardware, pass_costs
 from draftsmith.eval.forecast.profile import CostModel, numbers
 from draftsmith.eval.prompts import Prompt, load_prompts
 from draftsmith.eval.settings import Settings
@@ -147,7 +147,7 @@ def predicted(
     tables, found = [], {}
     if not drafter.only_retrieves:
         measure = acceptance_measure(Processors(sampling))
-        tables = agreement(target.model, drafter, texts, max(map(depth_of, policies)), measure)
+        tables = agreement(target.model, drafter, texts, max(policy.longest for policy in policies), measure)
     copies = [retrieved(drafter, text) for text in texts]
     for policy in policies:
         if needs_replay(policy, sampling):
@@ -221,8 +221,8 @@ def speed_cell(
         ids = tuple(tuple(prompt.input_ids) for prompt in read)
         texts = target_alone(target, ids, sampling, options.max_new_tokens)
         found = predicted(target, drafter, policies, texts, sampling)
-        length = max([depth_of(policy) for policy in policies if policy is not None] or [1])
-        trees = [policy for policy in policies if policy is not None and not isinstance(policy, Chain)]
+        length = max([policy.longest for policy in policies if policy is not None] or [1])
+        trees = [policy for policy in policies if policy is not None and policy.fixed_length is None]
         measures = {"draft_length": length, "sampling": sampling, "policies": {name: trees}}
         hardware = measure_hardware(
             target.model, {name: drafter}, texts, pass_costs(target.model, {name: drafter}), **measures

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, StoppingCriteria
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode.costs import now
+from draftsmith.decode.clock import now
 from draftsmith.heads import DraftModel
 from draftsmith.provenance import environment
 from draftsmith.storage import write_json

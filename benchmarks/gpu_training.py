@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Qwen3Config
 
-from draftsmith.decode.costs import PartClock
+from draftsmith.decode.clock import PartClock
 from draftsmith.distill.teacher import Batch
 from draftsmith.errors import reason_of
 from draftsmith.train.bootstrap import compile_drafter

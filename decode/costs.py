@@ -6,16 +6,12 @@ not always slower: matrix kernels depend on the number of rows, and two or three
 pass is padded to the faster width.
 """
 
-import time
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
-from itertools import pairwise
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
 from pydantic import Field, TypeAdapter
 
 from draftsmith.errors import ConfigError, reason_of
@@ -51,9 +47,9 @@ class Costs:
         """Seconds of a round without a draft."""
         return self.verify_seconds(1) + self.round
 
-    def drafting(self, passes: int, nodes: int = 1) -> float:
-        """Return the seconds of a number of drafter passes over `nodes` nodes each, in one round."""
-        return (self.first if passes else 0.0) + passes * self.draft_seconds(nodes)
+    def drafting(self, passes: int) -> float:
+        """Return the seconds of a number of drafter passes over one node each, in one round."""
+        return (self.first if passes else 0.0) + passes * self.draft_seconds(1)
 
     def draft_seconds(self, nodes: int) -> float:
         """Return the seconds of a drafter pass over `nodes` nodes, padded where that is faster."""
@@ -117,48 +113,3 @@ def interpolated(curve: dict[int, float], width: float) -> float:
     place = min(max(place, 1), len(widths) - 1)
     low, high = widths[place - 1], widths[place]
     return curve[low] + (curve[high] - curve[low]) * (width - low) / (high - low)
-
-
-# Clocks for work that a device computes later than the host asks for it.
-
-
-def now(device: torch.device | None) -> float:
-    """Return the clock in seconds; on CUDA, after all queued work has finished."""
-    if device is not None and device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-class PartClock:
-    """Measures the parts of a step on its device: a part ends at `end`, and the next one begins there.
-
-    On CUDA it records events instead of waiting for the device, so that the host can go on to the next part.
-    """
-
-    def __init__(self, device: torch.device, parts: Sequence[str]) -> None:
-        self._parts = parts
-        self._cuda = device.type == "cuda"
-        self._now = partial(_event, device) if self._cuda else time.perf_counter
-        self._ends: list[tuple[str, Any]] = []
-
-    def start(self) -> None:
-        self._ends = [("", self._now())]
-
-    def end(self, part: str) -> None:
-        """End a part, of `parts`; without effect before the first `start`."""
-        if self._ends:
-            self._ends.append((part, self._now()))
-
-    def seconds(self) -> dict[str, float]:
-        """Return the seconds of each part since `start`; to be called once the device has computed all of them."""
-        totals = dict.fromkeys(self._parts, 0.0)
-        for (_, begun), (part, ended) in pairwise(self._ends):
-            totals[part] += begun.elapsed_time(ended) / 1000 if self._cuda else ended - begun
-        return totals
-
-
-def _event(device: torch.device) -> Any:
-    """Return an event at the end of what is queued on the device, which may not be torch's current one."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event

@@ -22,7 +22,8 @@ from draftsmith.decode.arguments import (
     require_settings,
     sequences_of,
 )
-from draftsmith.decode.costs import Costs, now
+from draftsmith.decode.clock import now
+from draftsmith.decode.costs import Costs
 from draftsmith.decode.locks import Locks
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.passes.base import Plan
@@ -283,7 +284,8 @@ class _Call:
             drafter = policy = None
         widths, draft_widths = ({}, None) if of.costs is None else (of.costs.verify_widths, of.costs.draft_widths)
         # The usual number of tokens of a verification; 0 where it changes from round to round.
-        width = 1 if drafter is None else policy.draft_length + 1 if isinstance(policy, Chain) else 0
+        length = 0 if drafter is None else None if policy is None else policy.fixed_length
+        width = 0 if length is None else length + 1
         nodes = policy.most_nodes.verified if of._compile and policy is not None else 0
         plan = Plan(widths=widths, compile=of._compile, width=width, invariant=of._invariant)
         target = TransformersTarget(of._model, of._capability, plan, nodes)

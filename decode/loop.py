@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.committed import CommittedTokens, Contexts, FeatureQueue, contexts_of
-from draftsmith.decode.costs import PartClock
+from draftsmith.decode.clock import PartClock
 from draftsmith.decode.drafts.batch import DraftBatch
 from draftsmith.decode.drafts.builder import DraftBuilder
 from draftsmith.decode.drafts.proposer import Proposer
 from draftsmith.decode.draws import NOT_DRAWN, Draws, MakeDraws, seeded_draws, signed
 from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.runner import ModelRunner
-from draftsmith.decode.policies.base import Chain, Policy
+from draftsmith.decode.policies.base import Policy
 from draftsmith.decode.rules import Rule
 from draftsmith.decode.rules.outcome import VerifyResult
 from draftsmith.decode.sampling import Processors
@@ -93,7 +93,7 @@ class DecodeLoop:
         self.draws_of: MakeDraws = seeded_draws
         """The source of all random draws, which the exact tests replace."""
         self._proposer: Proposer | None = None
-        self._length = policy.draft_length if isinstance(policy, Chain) else None
+        self._length = None if policy is None else policy.fixed_length
         for text in self.texts:
             text.shared_with = self.texts[0].number
             text.policy = None if policy is None else policy.fresh()

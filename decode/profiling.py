@@ -12,19 +12,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draftsmith.decode.costs import Costs, now
-from draftsmith.decode.drafts.builder import DraftBuilder, Read
+from draftsmith.decode.clock import now
+from draftsmith.decode.costs import Costs
+from draftsmith.decode.drafts.builder import DraftBuilder
 from draftsmith.decode.locks import Locks
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.recurrent import MOST_AGAIN, is_recurrent
 from draftsmith.decode.passes.runner import ModelRunner
-from draftsmith.decode.policies.base import Chain, Growing, Policy
+from draftsmith.decode.policies.base import Chain, Growing, Policy, grow_chain
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence, Round
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.heads.base import Drafter
-from draftsmith.heads.draft_tree import ROOT, Parents
+from draftsmith.heads.draft_tree import Parents
 from draftsmith.heads.model_config import context_limit
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
@@ -140,8 +141,9 @@ def _rounds(
 
 
 class InTurn(Policy):
-    """Chains of these lengths, one after the other and from the start again."""
+    """Chains of these lengths, one after the other and from the start again, built as `adaptive` builds them."""
 
+    name: ClassVar[str] = "in-turn"
     branches: ClassVar[bool] = False
 
     def __init__(self, lengths: Sequence[int]) -> None:
@@ -151,13 +153,7 @@ class InTurn(Policy):
         return InTurn(self._lengths)
 
     def grow(self, builder: DraftBuilder) -> Growing:
-        node: int | None = ROOT
-        length = min(next(self._next), builder.room)
-        while builder.depth(node) < length:
-            node = yield from builder.follow((yield Read([node])))
-            if node is None:
-                break
-        return builder.draft()
+        return grow_chain(builder, next(self._next))
 
 
 class Timed(TransformersTarget):

@@ -5,12 +5,13 @@ from torch import Tensor
 
 from draftsmith.decode.drafts.batch import DraftBatch
 from draftsmith.decode.draws import NOT_DRAWN, Draws
-from draftsmith.decode.rules import Rule, verify
+from draftsmith.decode.rules import RULES, Rule, best_rule
 from draftsmith.decode.rules.any_draft import verify_greedy
-from draftsmith.decode.rules.outcome import VerifyResult
+from draftsmith.decode.rules.outcome import Decided, VerifyResult
 from draftsmith.decode.sampling import MakeContexts, Processors
+from draftsmith.heads.rows import constant
 
-# Shapes: B texts, Q places of each, V vocabulary.
+# Shapes: B texts, Q or P places of each, V vocabulary.
 
 
 def decide(
@@ -50,3 +51,38 @@ def decide(
     if empty_BQ is None:
         return results
     return [result.until(row[-empty_BQ.shape[1] :]) for result, row in zip(results, rows, strict=True)]
+
+
+def verify(rule: Rule | None, p_BPV: Tensor, batch: DraftBatch, draws: Draws) -> Decided:
+    """Apply a rule (None: the `best_rule` of each draft) to all drafts, with one call of each rule.
+
+    Raises:
+        ConfigError: for a draft for which the rule is wrong.
+    """
+    if len(batch) == 0:
+        empty_B0 = p_BPV[:, 0, :0]
+        return Decided(empty_B0, draws.next(p_BPV[:, 0]), empty_B0)
+    parts = []
+    for chosen, rows in _by_rule(rule, batch).items():
+        part, p_bPV = batch.part(rows), p_BPV
+        if part is not batch:
+            p_bPV = p_BPV[constant(tuple(rows), p_BPV.device), : len(part) + 1]
+        parts.append((rows, chosen.verify(p_bPV, part, draws.of(rows))))
+    return Decided.together(parts)
+
+
+def _by_rule(rule: Rule | None, batch: DraftBatch) -> dict[Rule, list[int]]:
+    """Return the rows that each rule verifies; ConfigError for a draft for which the rule is wrong."""
+    if batch.drafts is None:
+        chosen = rule or best_rule(batch)
+        chosen.require(drawn=batch.drawn, is_chain=True)
+        return {chosen: list(range(len(batch.tokens_BN)))}
+    rows: dict[Rule, list[int]] = {}
+    for row, draft in enumerate(batch.drafts):
+        chosen = rule or best_rule(draft)
+        if draft.tokens:
+            chosen.require(drawn=draft.drawn, is_chain=draft.is_chain)
+        elif chosen.drawn:
+            chosen = RULES["point-mass"]  # nothing was drawn: all rules draw the next token from p
+        rows.setdefault(chosen, []).append(row)
+    return rows

@@ -18,17 +18,6 @@ TEMPLATES = ("vicuna",)
 """Chat templates in `distill/templates`."""
 DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes of a target."""
-POLICIES: dict[str, dict[str, type]] = {
-    "chain": {"draft_length": int},
-    "confidence": {"threshold": float, "draft_length": int},
-    "adaptive": {"draft_length": int},
-    "sampled-tree": {"width": int, "depth": int},
-    "best-first": {"size": int, "depth": int},
-    "optimal-tree": {"size": int, "depth": int, "top_k": int},
-}
-"""The settings of every policy, with their types; `decode/policies` has their constructors."""
-RULES = ("token", "block", "point-mass", "traversal", "typical")
-"""Verification rules; `decode/rules/` has their functions."""
 FLASH = re.compile(r"flash_attention_\d|kernels-community/[\w.-]*flash[\w.-]*")
 """Names of flash attention: of an installed package, or of a kernel on the Hub."""
 GGUF = ".gguf"

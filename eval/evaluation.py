@@ -11,7 +11,6 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.decoder import SpeculativeDecoder
-from draftsmith.decode.policies import Chain
 from draftsmith.distill.detokenize import IncrementalText
 from draftsmith.errors import ConfigError
 from draftsmith.eval.harness import CALIBRATION, Run
@@ -143,7 +142,7 @@ def _rows(run: Run, arm: Variant, decoder: SpeculativeDecoder) -> list[Row]:
                     spec,
                     category=category or OVERALL,
                     drafter_type=run.drafters[arm[0]].type,
-                    draft_length=policy.draft_length if isinstance(policy, Chain) else None,
+                    draft_length=None if policy is None else policy.fixed_length,
                     rule=settings.rule,
                     lossless=decoder.lossless,
                     seed=settings.seed,

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Shapes: V vocabulary.
 
@@ -55,7 +57,7 @@ class Draft:
 
     Nodes are stored in topological order. `parents[i]` is the index of node i's parent, `ROOT` for a child of the last
     committed token. Siblings hold different tokens. Tokens without q were chosen: the best k, pruned, re-sorted, copied
-    from the prompt. decode/drafts/drawing.py alone sets q.
+    from the prompt.
     """
 
     tokens: tuple[int, ...] = ()
@@ -63,13 +65,23 @@ class Draft:
 
     _q = None
 
+    @staticmethod
+    def drawn_from(tokens: tuple[int, ...], parents: tuple[int, ...], q: "tuple[Tensor, ...]") -> "Draft":
+        """Return a draft of tokens that were drawn from q one after the other, all of which were kept.
+
+        For decode/drafts/drawing.py alone: rules that compare p with q are not lossless for other tokens.
+        """
+        draft = Draft(tokens, parents)
+        object.__setattr__(draft, "_q", q)  # no field: `replace` and `keep` return chosen drafts
+        return draft
+
     @property
     def drawn(self) -> bool:
         """Whether the tokens were drawn from q."""
         return self._q is not None
 
     @property
-    def q(self) -> tuple[Tensor, ...]:
+    def q(self) -> "tuple[Tensor, ...]":
         """For each node the distribution [V] after its parent, with all logits processors applied.
 
         Siblings share it, and each was drawn without the earlier ones.

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draftsmith.decode.drafts.builder import Children, DraftBuilder, DrawChildren, Read
+from draftsmith.decode.drafts.builder import DraftBuilder
 from draftsmith.decode.policies.base import Growing, MostNodes, Policy
+from draftsmith.decode.policies.requests import Request
 from draftsmith.heads.draft_tree import ROOT
 
 Path = tuple[int, ...]
@@ -38,16 +39,16 @@ class DrawnTree(Policy):
             level = [entry for entry, count in zip(level, counts, strict=True) if count]
             if not level:
                 break
-            look = yield Read([node for node, _ in level], top=max(counts) if chooses else 0)
+            look = yield Request([node for node, _ in level], top=max(counts) if chooses else 0)
             counts = [count for count in counts if count]
             if chooses:
                 rows = zip(level, look.tokens, look.values, counts, strict=True)
-                children: Children = [
+                children = [
                     [(builder.choose(node, t), None) for t, q in zip(tokens[:count], values, strict=False) if q > 0]
                     for (node, _), tokens, values, count in rows
                 ]
             else:
-                children = yield DrawChildren(counts)
+                children = (yield Request(draw=counts)).children
             level = [
                 (child, (*path, rank))
                 for (_, path), own in zip(level, children, strict=True)

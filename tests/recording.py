@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from draftsmith.decode.drafts.builder import DraftBuilder, Look, Read
+from draftsmith.decode.drafts.builder import DraftBuilder
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies.base import Growing, Policy
+from draftsmith.decode.policies.requests import Look, Request
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.target import TransformersTarget
@@ -28,7 +29,7 @@ class Recorder(Policy):
     def grow(self, builder: DraftBuilder) -> Growing:
         node = ROOT
         for token in self.tokens[: builder.room]:
-            look: Look = yield Read([node], top=0)
+            look: Look = yield Request([node], top=0)
             self.logits.append(look.logits_nV[0].clone())
             node = builder.choose(node, token)
         return builder.draft()
@@ -54,7 +55,7 @@ class Planned(Policy):
         self._rounds += 1
         nodes, paths = [ROOT], [[]]
         for level in range(self.depth):
-            look: Look = yield Read(nodes, top=0)
+            look: Look = yield Request(nodes, top=0)
             logits_nV = look.logits_nV
             self.recorded += [
                 (committed, path, logits_V) for path, logits_V in zip(paths, logits_nV.clone(), strict=True)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
-from draftsmith.decode.costs import PartClock
+from draftsmith.decode.clock import PartClock
 from draftsmith.distill.cotraining import Adapters
 from draftsmith.distill.load_target import LoadedTarget, load_processor, load_target, load_tokenizer
 from draftsmith.distill.objective import Objective

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 
-from draftsmith.decode.costs import PartClock
+from draftsmith.decode.clock import PartClock
 from draftsmith.distill.cotraining import Adapters, quality_kl
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import Batch, OnlineTeacher, TargetHead

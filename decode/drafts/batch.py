@@ -26,9 +26,8 @@ class DraftBatch:
         valid_BN: bool, False where a text has no such node; no node of it is below one. None: all texts have all nodes.
         drafts: the draft of each text; None for chains whose tokens only the device knows, until `read`.
         tree_B2N: the place of each node's parent, and its depth; 0 where a text has no such node. None for chains.
+        q_BNV: the distribution after each node's parent, where all tokens were drawn from it; None: `drafts` have it.
     """
-
-    _q_BNV: Tensor | None = None
 
     def __init__(
         self,
@@ -36,8 +35,10 @@ class DraftBatch:
         valid_BN: Tensor | None = None,
         drafts: list[Draft] | None = None,
         tree_B2N: Tensor | None = None,
+        q_BNV: Tensor | None = None,
     ) -> None:
-        self.tokens_BN, self.valid_BN, self.drafts, self._tree_B2N = tokens_BN, valid_BN, drafts, tree_B2N
+        self.tokens_BN, self.valid_BN, self.drafts = tokens_BN, valid_BN, drafts
+        self._tree_B2N, self._q_BNV = tree_B2N, q_BNV
         self.is_chain = drafts is None or all(draft.is_chain for draft in drafts)
         """Every token of every text is the child of the one before it."""
 
@@ -76,8 +77,8 @@ class DraftBatch:
         """
         if self._q_BNV is None:
             assert self.drawn, "the tokens were chosen"
-            rows = [[*draft.q, *[draft.q[0]] * (len(self) - len(draft))] for draft in self.drafts or ()]
-            self._q_BNV = torch.stack([torch.stack(row) for row in rows])
+            rows = [draft.q for draft in self.drafts or ()]
+            self._q_BNV = torch.stack([torch.stack([*q, *[q[0]] * (len(self) - len(q))]) for q in rows])
         return self._q_BNV
 
     @property

@@ -1,13 +1,14 @@
 """The draft of one text while it is built: policies add tokens to it and drafters read it."""
 
 from collections.abc import Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from draftsmith.decode.cache.committed import CommittedTokens, Contexts
 from draftsmith.decode.drafts.drawing import Drawing
+from draftsmith.decode.policies.requests import Look, Request
 from draftsmith.decode.sampling import Processors
 from draftsmith.heads.draft_tree import ROOT, Draft
 
@@ -15,52 +16,6 @@ if TYPE_CHECKING:
     from draftsmith.decode.sequence import DecodeSequence
 
 # Shapes: n nodes of one text, m nodes of several texts, V vocabulary of the target.
-
-
-class Read(NamedTuple):
-    """A policy's request for the logits after nodes, in one pass of the drafter for all texts."""
-
-    nodes: list[int]
-    top: int = 1
-    """Number of most likely tokens of each node that `Look` contains."""
-    support: bool = False
-    """Whether `Look` contains the size of q's support."""
-
-
-class Look(NamedTuple):
-    """The drafter's predictions after the nodes of a `Read`."""
-
-    nodes: list[int]
-    logits_nV: Tensor
-    """The drafter's logits, before processors."""
-    values: list[list[float]]
-    """For each node the largest probabilities under q, in descending order."""
-    tokens: list[list[int]]
-    """Their tokens."""
-    support: list[int]
-    """For each node the number of tokens with any probability."""
-
-    @property
-    def parent(self) -> int:
-        """The only node."""
-        (node,) = self.nodes
-        return node
-
-
-class DrawChildren(NamedTuple):
-    """A policy's request to draw children of the nodes that were last read, after which it is sent the `Children`.
-
-    The numbers are fixed before any of these tokens is known, as rules for drawn drafts require.
-    """
-
-    counts: list[int]
-    """Children of each node; it gets fewer where q has no token left."""
-    chances: bool = False
-    """Whether `Children` contains probabilities."""
-
-
-Children = list[list[tuple[int, float | None]]]
-"""For each node its children in the order in which they were drawn, with their probabilities under q if asked for."""
 
 
 class DraftBuilder:
@@ -94,8 +49,6 @@ class DraftBuilder:
         """For each node of the draft, the probability under q that the policy decided by, for `Policy.observe`."""
         self.survival: list[float] = []
         """For each node of the draft, the policy's estimate of the probability that the path to it is accepted."""
-        self.ranks: list[int] = []
-        """For each node of the draft, its index among its siblings."""
         self.estimates: dict[int, float] = {}
         """By node, the drafter's own estimate that the next token is accepted; see `Drafter.confidences`."""
         self.found = 0
@@ -108,11 +61,11 @@ class DraftBuilder:
         """Return the number of draft tokens on the path to `node`; 0 for `ROOT`."""
         return 0 if node == ROOT else self.depths[node]
 
-    def follow(self, look: "Look") -> Generator["DrawChildren", "Children", int | None]:
+    def follow(self, look: Look) -> Generator[Request, Look, int | None]:
         """Add a child of the only node that was read, the most likely when greedy, else drawn; return it or None."""
         if self.greedy:
             return self.choose(look.parent, look.tokens[0][0]) if look.values[0][0] > 0 else None
-        (children,) = yield DrawChildren([1])
+        (children,) = (yield Request(draw=[1])).children
         return children[0][0] if children else None
 
     def choose(self, parent: int, token: int) -> int:

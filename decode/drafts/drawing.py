@@ -1,4 +1,4 @@
-"""Tokens that are drawn from q: this module alone sets the q of a draft.
+"""Tokens that are drawn from q: this module alone makes such drafts.
 
 The tokens of such a draft were drawn one after the other, and all of them were kept. Verification rules that compare p
 with q require this ("non-anticipation"): they are not lossless for tokens that were selected after their values were
@@ -25,17 +25,18 @@ class Drawing:
     """
 
     def __init__(self) -> None:
-        self._tokens: list[int] = []
-        self._parents: list[int] = []
-        self._q: list[Tensor] = []
+        self._nodes: list[tuple[int, int, Tensor]] = []
         self.asked = 0
         """Number of draws that were asked for; a draw is none where the support of q was exhausted."""
 
+    def add(self, token: int, parent: int, q_V: Tensor) -> None:
+        """Keep a token that was drawn from q after `parent`; only `draw_together` calls this."""
+        self._nodes.append((token, parent, q_V))
+
     def draft(self) -> Draft:
         """Return the draft of all tokens that were drawn."""
-        draft = Draft(tuple(self._tokens), tuple(self._parents))
-        object.__setattr__(draft, "_q", tuple(self._q))
-        return draft
+        tokens, parents, q = zip(*self._nodes, strict=True) if self._nodes else ((), (), ())
+        return Draft.drawn_from(tokens, parents, q)
 
 
 Draw = Callable[[Tensor, int | Tensor, Tensor | None], Tensor]
@@ -88,9 +89,7 @@ def draw_together(
     for number, (tree, row) in enumerate(zip(trees, table, strict=True)):
         for order, i in enumerate(places):
             if row[order] != NO_NODE:
-                tree.drawing._tokens.append(int(row[order]))
-                tree.drawing._parents.append(tree.parents[i])
-                tree.drawing._q.append(q[i][number])
+                tree.drawing.add(int(row[order]), tree.parents[i], q[i][number])
                 drawn[number][i].append((int(row[order]), row[len(places) + order] if chances else None))
         tree.drawing.asked += sum(tree.counts)
     return drawn
@@ -144,17 +143,13 @@ class ChainDrawing:
     def batch(self) -> DraftBatch:
         """Return the drafts of all tokens."""
         tokens_BN = torch.stack(self.tokens, 1)
-        batch = DraftBatch(tokens_BN, _stacked(self.valid, tokens_BN))
-        if self._draw is not None:
-            batch._q_BNV = torch.stack(self._q, 1)
-        return batch
+        q_BNV = None if self._draw is None else torch.stack(self._q, 1)
+        return DraftBatch(tokens_BN, _stacked(self.valid, tokens_BN), q_BNV=q_BNV)
 
 
 def drawn_at_once(q_BDV: Tensor, draw: Callable[[Tensor], Tensor]) -> DraftBatch:
     """Return chains whose tokens [B, D] `draw` draws, each from its q, where no q depends on them."""
-    batch = DraftBatch(draw(q_BDV))
-    batch._q_BNV = q_BDV
-    return batch
+    return DraftBatch(draw(q_BDV), q_BNV=q_BDV)
 
 
 def _stacked(valid: Sequence[Tensor | None], tokens_BN: Tensor) -> Tensor | None:

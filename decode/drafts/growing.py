@@ -12,10 +12,11 @@ from torch import Tensor
 
 from draftsmith.decode.cache.committed import CommittedTokens
 from draftsmith.decode.drafts.batch import NO_DRAFT
-from draftsmith.decode.drafts.builder import Children, DraftBuilder, DrawChildren, Look, Read, probabilities
+from draftsmith.decode.drafts.builder import DraftBuilder, probabilities
 from draftsmith.decode.drafts.drawing import Wanted, draw_together
 from draftsmith.decode.draws import Draws
 from draftsmith.decode.policies.base import Growing, Policy
+from draftsmith.decode.policies.requests import Look, Request
 from draftsmith.heads.base import Drafter, Level
 from draftsmith.heads.draft_tree import ROOT, Draft
 from draftsmith.heads.rows import upload
@@ -40,23 +41,16 @@ def propose(
     """
     drafts = [draft or NO_DRAFT for draft in retrieved]
     growing: dict[int, Growing] = {}
-    wanted: dict[int, Read] = {}
-    drawing: dict[int, DrawChildren] = {}
+    wanted: dict[int, Request] = {}
 
-    def advance(row: int, seen: Look | Children | None) -> None:
+    def advance(row: int, look: Look | None) -> None:
         """Send the policy of one text what it asked for (None starts it); store its next request, or its draft."""
         wanted.pop(row, None)
-        drawing.pop(row, None)
         try:
-            asked = next(growing[row]) if seen is None else growing[row].send(seen)
+            wanted[row] = next(growing[row]) if look is None else growing[row].send(look)
         except StopIteration as end:
             drafts[row] = end.value
             del growing[row]
-            return
-        if isinstance(asked, DrawChildren):
-            drawing[row] = asked
-        else:
-            wanted[row] = asked
 
     for row, (builder, policy) in enumerate(zip(builders, policies, strict=True)):
         if retrieved[row] is None and builder.room >= 1:
@@ -73,18 +67,19 @@ def propose(
         _note_confidences(drafter, builders, reads)
         logits_mV = _after(reads, logits_BnV)
         q_mV = probabilities(builders, {row: read.nodes for row, read in reads.items()}, logits_mV, committed)
-        for row, look in _looks(reads, logits_mV, q_mV).items():
+        looks = _looks(reads, logits_mV, q_mV)
+        for row, look in looks.items():
             advance(row, look)
-        while drawing:
+        while drawing := {row: asked for row, asked in wanted.items() if asked.draw}:
             assert draws is not None, "greedy policies draw nothing"
-            for row, children in _drawn(builders, reads, dict(drawing), q_mV, draws).items():
-                advance(row, children)
+            for row, children in _drawn(builders, looks, drawing, q_mV, draws).items():
+                advance(row, looks[row]._replace(children=children))
         if not growing:
             return drafts
         logits_BnV = drafter.extend(levels.next({row: read.nodes for row, read in wanted.items()}))
 
 
-def _after(reads: dict[int, Read], logits_BnV: Tensor) -> Tensor:
+def _after(reads: dict[int, Request], logits_BnV: Tensor) -> Tensor:
     """Return the logits [m, V] after the nodes that are read, one text after the other."""
     counts = [len(read.nodes) for read in reads.values()]
     if len(reads) == 1:
@@ -97,54 +92,49 @@ def _after(reads: dict[int, Read], logits_BnV: Tensor) -> Tensor:
     return logits_BnV[rows_m, columns_m]
 
 
-def _looks(reads: dict[int, Read], logits_mV: Tensor, q_mV: Tensor) -> dict[int, Look]:
+def _looks(reads: dict[int, Request], logits_mV: Tensor, q_mV: Tensor) -> dict[int, Look]:
     """Return for each text the values that its policy asked for, from one transfer."""
     counts = [len(read.nodes) for read in reads.values()]
     parts = logits_mV.split(counts) if len(counts) > 1 else [logits_mV]
     logits = dict(zip(reads, parts, strict=True))
     most = max(read.top for read in reads.values())
     if most == 0:
-        return {row: Look(read.nodes, logits[row], [], [], []) for row, read in reads.items()}
+        return {row: Look(read.nodes, logits[row], [], []) for row, read in reads.items()}
     most = min(most, q_mV.shape[1])
     best = q_mV.max(-1, keepdim=True) if most == 1 else q_mV.topk(most)
-    parts = [best.values.double(), best.indices]
-    if any(read.support for read in reads.values()):
-        parts.append((q_mV > 0).sum(-1, keepdim=True))
-    rows = iter(torch.cat(parts, 1).tolist())
+    rows = iter(torch.cat([best.values.double(), best.indices], 1).tolist())
     looks = {}
     for row, read in reads.items():
-        own = [next(rows) for _ in read.nodes]
-        values = [values[: min(read.top, most)] for values in own]
-        tokens = [[int(token) for token in values[most : most + read.top][:most]] for values in own]
-        looks[row] = Look(
-            read.nodes, logits[row], values, tokens, [int(values[-1]) for values in own] if read.support else []
-        )
+        own, top = [next(rows) for _ in read.nodes], min(read.top, most)
+        values = [values[:top] for values in own]
+        tokens = [[int(token) for token in values[most : most + top]] for values in own]
+        looks[row] = Look(read.nodes, logits[row], values, tokens)
     return looks
 
 
 def _drawn(
-    builders: Sequence[DraftBuilder],
-    reads: dict[int, Read],
-    drawing: dict[int, DrawChildren],
-    q_mV: Tensor,
-    draws: Draws,
-) -> dict[int, Children]:
-    """Draw the children that policies asked for and add them, with one transfer for all texts."""
+    builders: Sequence[DraftBuilder], looks: dict[int, Look], drawing: dict[int, Request], q_mV: Tensor, draws: Draws
+) -> dict[int, list[list[tuple[int, float | None]]]]:
+    """Draw the children that policies asked for and add them, with one transfer for all texts.
+
+    Args:
+        looks: at the nodes that were read last, those of `q_mV`.
+    """
     rows = list(drawing)
-    starts = dict(zip(reads, accumulate([len(read.nodes) for read in reads.values()], initial=0), strict=False))
+    starts = dict(zip(looks, accumulate([len(look.nodes) for look in looks.values()], initial=0), strict=False))
     drawn = draw_together(
-        [Wanted(builders[row].drawing(), reads[row].nodes, drawing[row].counts, starts[row]) for row in rows],
+        [Wanted(builders[row].drawing(), looks[row].nodes, drawing[row].draw, starts[row]) for row in rows],
         q_mV,
         draws.of(rows).drafted,
         may_empty=builders[rows[0]].may_empty,
-        chances=any(drawing[row].chances for row in rows),
+        chances=any(asked.chances for asked in drawing.values()),
     )
     children = {}
     for row, own in zip(rows, drawn, strict=True):
-        builder = builders[row]
+        add = builders[row].add
         children[row] = [
-            [(builder.add(parent, token), value) for token, value in of_node]
-            for parent, of_node in zip(reads[row].nodes, own, strict=True)
+            [(add(parent, token), value) for token, value in of_node]
+            for parent, of_node in zip(looks[row].nodes, own, strict=True)
         ]
     return children
 
@@ -178,7 +168,7 @@ class _Levels:
         return Level(tokens_Bn, parents_Bn, self._depth)
 
 
-def _note_confidences(drafter: Drafter, builders: Sequence[DraftBuilder], reads: dict[int, Read]) -> None:
+def _note_confidences(drafter: Drafter, builders: Sequence[DraftBuilder], reads: dict[int, Request]) -> None:
     """Store the drafter's own confidences in the builders, where policies read them."""
     confidences_Bn = drafter.confidences()
     if confidences_Bn is None:

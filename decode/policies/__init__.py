@@ -4,61 +4,60 @@ The command line and reports name a policy with its settings: `best-first:size=1
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from draftsmith.decode.costs import Costs
-from draftsmith.decode.policies.adaptive import AdaptiveChain, OptimalTree
-from draftsmith.decode.policies.base import Chain, ConfidenceChain, Growing, Policy, exploring
+from draftsmith.decode.policies.adaptive import AdaptiveChain
+from draftsmith.decode.policies.base import Chain, ConfidenceChain, ForecastLayout, Growing, Policy, exploring
 from draftsmith.decode.policies.trees import BestFirst, SampledTree
-from draftsmith.heads.base import Drafter
-from draftsmith.names import POLICIES
 from draftsmith.reading import parse_specification, specified_name
 
-CONSTRUCTORS: dict[str, Callable[..., Policy]] = {
-    "chain": Chain,
-    "confidence": ConfidenceChain,
-    "adaptive": AdaptiveChain,
-    "sampled-tree": SampledTree,
-    "best-first": BestFirst,
-    "optimal-tree": OptimalTree,
+if TYPE_CHECKING:  # policies are checked before torch is imported
+    from draftsmith.heads.base import Drafter
+
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy for policy in (Chain, ConfidenceChain, AdaptiveChain, SampledTree, BestFirst)
 }
-"""The constructor of each policy by name; `names.POLICIES` has the types of its settings."""
-PLANNED = ("adaptive", "optimal-tree")
-"""Policies that plan with measured costs."""
-
-
-def check_policy(text: str) -> Policy:
-    """Return the policy that `text` names, with example costs where it plans; ConfigError for another text."""
-    return policy_named(text, Costs({1: 1.0, 2: 1.5}, {1: 0.1}))
+EXAMPLE = Costs({1: 1.0, 2: 1.5}, {1: 0.1})
+"""Costs of policies that are named before anything is measured."""
 
 
 def plans(text: str) -> bool:
     """Return whether the policy that `text` names plans with measured costs."""
-    return specified_name(text) in PLANNED
+    return POLICIES[specified_name(text)].plans
 
 
-def policy_named(text: str, costs: Costs | None = None) -> Policy:
-    """Return the policy that `text` names; `costs` are required by the policies in `PLANNED`."""
-    name, values = parse_specification("policy", text, POLICIES)
-    make = CONSTRUCTORS[name]
-    return make(costs, **values) if name in PLANNED else make(**values)
+def policy_named(text: str, costs: Costs | None = None, role: str = "policy") -> Policy:
+    """Return the policy that `text` names; ConfigError, with `role` as what is named, for another text.
+
+    `costs`: required by policies that plan.
+    """
+    name, values = parse_specification(role, text, {name: policy.settings() for name, policy in POLICIES.items()})
+    make: Callable[..., Policy] = POLICIES[name]
+    return make(costs, **values) if POLICIES[name].plans else make(**values)
+
+
+def check_policy(text: str, role: str = "policy") -> Policy:
+    """Return the policy that `text` names, with example costs where it plans; ConfigError for another text."""
+    return policy_named(text, EXAMPLE, role)
 
 
 DEFAULT_DRAFT_LENGTH = 4
 
 
-def default_policy(drafter: Drafter) -> Policy:
+def default_policy(drafter: "Drafter") -> Policy:
     """Return a chain of the length that the drafter was trained for."""
     return Chain(drafter.draft_length_hint or drafter.max_draft_length or DEFAULT_DRAFT_LENGTH)
 
 
 __all__ = [
-    "CONSTRUCTORS",
+    "POLICIES",
     "AdaptiveChain",
     "BestFirst",
     "Chain",
     "ConfidenceChain",
+    "ForecastLayout",
     "Growing",
-    "OptimalTree",
     "Policy",
     "SampledTree",
     "check_policy",

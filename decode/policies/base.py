@@ -1,16 +1,19 @@
 """The interface of a policy, which decides on the length or the tree of a draft, and chains."""
 
 from collections.abc import Generator
-from dataclasses import dataclass, is_dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
-from draftsmith.decode.drafts.builder import DraftBuilder, DrawChildren, Look, Read
-from draftsmith.decode.rules.outcome import VerifyResult
+from draftsmith.decode.policies.requests import Look, Request
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_tree import ROOT, Draft
 
-Growing = Generator[Read | DrawChildren, Any, Draft]
-"""Yields what it needs next (a `Read` of `[ROOT]` first), is sent the `Look` or the `Children`, and returns the draft.
+if TYPE_CHECKING:  # policies are checked before torch is imported
+    from draftsmith.decode.drafts.builder import DraftBuilder
+    from draftsmith.decode.rules.outcome import VerifyResult
+
+Growing = Generator[Request, Look, Draft]
+"""Yields what it needs next (the predictions after `[ROOT]` first), is sent the `Look`, and returns the draft.
 
 The drafts of a batch are built in lockstep, so one forward pass of the drafter covers all texts.
 """
@@ -29,18 +32,60 @@ class MostNodes(NamedTuple):
     """By a draft model; some are not verified."""
 
 
+class ForecastLayout(NamedTuple):
+    """How the forecast follows a policy along a text that the target wrote."""
+
+    chain: int = 0
+    """The length of a chain, whose acceptance a teacher-forced pass over the text gives."""
+    threshold: float = 0.0
+    """The chain ends before a position where the drafter's confidence is lower."""
+    replay: bool = False
+    """Drafts hold chosen tokens beside the text's: the decoder runs along the text."""
+    refused: str = ""
+    """Why there is no forecast, as the predicate of a sentence about the policy."""
+
+
 class Policy:
     """Decides how the draft of a round is built, from earlier rounds and from q before a token is drawn from it.
 
-    Its text is the name and the settings in the form that `policy_named` reads.
+    A policy is a dataclass, whose fields but `costs` and those that are keyword-only are its settings. Its text is the
+    name and the settings in the form that `policy_named` reads.
     """
 
+    name: ClassVar[str]
     learns: ClassVar[bool] = False
-    """Whether it adapts to accepted tokens; then it is a dataclass with a field `explores`, see `exploring`."""
+    """Whether it adapts to accepted tokens; then it has a field `explores`, see `exploring`."""
+    plans: ClassVar[bool] = False
+    """Whether it plans with measured costs, its first field `costs`."""
     branches: ClassVar[bool] = True
     """Whether its drafts may have branches."""
     chooses: ClassVar[bool] = False
     """Whether sampled drafts hold tokens that were chosen, not drawn from q."""
+
+    @classmethod
+    def settings(cls) -> dict[str, type]:
+        """Return the type of each setting by its name."""
+        assert is_dataclass(cls), "the settings of a policy are the fields of a dataclass"
+        return {one.name: one.type for one in fields(cls) if one.name != "costs" and not one.kw_only}  # type: ignore
+
+    def __str__(self) -> str:
+        values = ((key, getattr(self, key)) for key in self.settings())
+        texts = (f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in values)
+        return f"{self.name}:{','.join(texts)}"
+
+    @property
+    def fixed_length(self) -> int | None:
+        """The number of draft tokens of every chain, where it depends neither on q nor on earlier rounds, else None."""
+        return None
+
+    @property
+    def longest(self) -> int:
+        """Maximum number of draft tokens on a path."""
+        raise NotImplementedError
+
+    def layout(self, *, greedy: bool) -> ForecastLayout:
+        """Return how the forecast follows its drafts."""
+        return ForecastLayout(refused="has no exact forecast")
 
     @property
     def most_nodes(self) -> MostNodes:
@@ -54,7 +99,7 @@ class Policy:
         """
         return self
 
-    def grow(self, builder: DraftBuilder) -> Growing:
+    def grow(self, builder: "DraftBuilder") -> Growing:
         """Build the draft of one text, at most `builder.room` >= 1 levels deep."""
         raise NotImplementedError
 
@@ -65,7 +110,7 @@ class Policy:
     def observe_retrieved(self, length: int, verified: int, accepted: int, *, greedy: bool) -> None:
         """Learn from a retrieved draft of `length` tokens, the first of which were verified."""
 
-    def observe(self, builder: DraftBuilder, draft: Draft, result: VerifyResult) -> None:
+    def observe(self, builder: "DraftBuilder", draft: Draft, result: "VerifyResult") -> None:
         """Learn from the verification of a draft that `grow` built in `builder`. Called for policies that learn."""
 
 
@@ -83,26 +128,41 @@ def exploring(policy: Policy, explores: bool) -> Policy:
     return replace(policy, explores=explores)
 
 
+def grow_chain(builder: "DraftBuilder", length: int) -> Growing:
+    """Build a chain of at most `length` tokens, whatever q is, for a text beside others with other drafts.
+
+    `Proposer.chains` builds the chains of whole batches on the device.
+    """
+    node: int | None = ROOT
+    while node is not None and builder.depth(node) < min(length, builder.room):
+        node = yield from builder.follow((yield Request([node], top=int(builder.greedy))))
+    return builder.draft()
+
+
 @dataclass(frozen=True)
 class Chain(Policy):
     """A chain of `draft_length` (gamma) tokens."""
 
+    name: ClassVar[str] = "chain"
     branches: ClassVar[bool] = False
     draft_length: int = 4
 
     def __post_init__(self) -> None:
         require_counts(self, "draft_length")
 
-    def grow(self, builder: DraftBuilder) -> Growing:
-        node: int | None = ROOT
-        while builder.depth(node) < min(self.draft_length, builder.room):
-            node = yield from builder.follow((yield Read([node], top=int(builder.greedy))))
-            if node is None:
-                break
-        return builder.draft()
+    @property
+    def fixed_length(self) -> int:
+        return self.draft_length
 
-    def __str__(self) -> str:
-        return f"chain:draft_length={self.draft_length}"
+    @property
+    def longest(self) -> int:
+        return self.draft_length
+
+    def layout(self, *, greedy: bool) -> ForecastLayout:
+        return ForecastLayout(chain=self.draft_length)
+
+    def grow(self, builder: "DraftBuilder") -> Growing:
+        return grow_chain(builder, self.draft_length)
 
 
 @dataclass(frozen=True)
@@ -114,6 +174,7 @@ class ConfidenceChain(Policy):
     drafted.
     """
 
+    name: ClassVar[str] = "confidence"
     branches: ClassVar[bool] = False
     threshold: float = 0.4
     draft_length: int = 16
@@ -123,16 +184,18 @@ class ConfidenceChain(Policy):
             raise ConfigError.of("threshold", self.threshold, "a probability")
         require_counts(self, "draft_length")
 
-    def grow(self, builder: DraftBuilder) -> Growing:
+    @property
+    def longest(self) -> int:
+        return self.draft_length
+
+    def layout(self, *, greedy: bool) -> ForecastLayout:
+        return ForecastLayout(chain=self.draft_length, threshold=self.threshold)
+
+    def grow(self, builder: "DraftBuilder") -> Growing:
         node: int | None = ROOT
-        while builder.depth(node) < min(self.draft_length, builder.room):
-            look: Look = yield Read([node])
+        while node is not None and builder.depth(node) < min(self.draft_length, builder.room):
+            look = yield Request([node])
             if node != ROOT and builder.estimates.get(node, look.values[0][0]) < self.threshold:
                 break
             node = yield from builder.follow(look)
-            if node is None:
-                break
         return builder.draft()
-
-    def __str__(self) -> str:
-        return f"confidence:threshold={self.threshold:g},draft_length={self.draft_length}"

@@ -141,11 +141,8 @@ class Experience:
 
     def __init__(self, costs: Costs, *, greedy: bool) -> None:
         self.speed = Speed(costs)
-        if greedy:
-            priors = [lambda c: c**0.5, lambda c: 0.7 * c, lambda c: 0.5 * c]
-        else:
-            priors = [lambda c: 0.5 + 0.5 * c, lambda c: 0.15 * (1 - c), lambda c: 0.05 * (1 - c)]
-        self._by_rank = [Calibration(prior) for prior in priors]
+        self.accepted = Calibration((lambda c: c**0.5) if greedy else (lambda c: 0.5 + 0.5 * c))
+        """Acceptance by confidence: the token's own q when greedy, else the maximum of q."""
         self.survival = Survival()
         self.copied = Copied(COPIED[greedy])
         self.gain = 0.0
@@ -174,16 +171,5 @@ class Experience:
 
         `survival`: the product of these rates; further tokens have the mean rate.
         """
-        mean = self.first.mean
+        mean = self.accepted.mean
         return lambda depth: self.survival.rate(survival * mean ** (depth - start), depth)
-
-    def rank(self, rank: int) -> Calibration:
-        """Return the calibration of first children, second children, or all others.
-
-        Confidence is the token's own q when greedy, else the maximum of q.
-        """
-        return self._by_rank[min(rank, 2)]
-
-    @property
-    def first(self) -> Calibration:
-        return self._by_rank[0]

@@ -4,77 +4,15 @@ best-first    the most likely paths; verified by the point-mass rule, which is e
 sampled       every node draws a number of children in proportion to q of its path, so rules with q remain exact
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
-from draftsmith.decode.drafts.builder import DraftBuilder, DrawChildren, Look, Read
-from draftsmith.decode.policies.base import Growing, MostNodes, Policy, require_counts
-from draftsmith.heads.draft_tree import ROOT, Draft
+from draftsmith.decode.policies.base import ForecastLayout, Growing, MostNodes, Policy, require_counts
+from draftsmith.decode.policies.requests import Look, Request
+from draftsmith.heads.draft_tree import ROOT
 
-
-class Candidate(NamedTuple):
-    """A token that may be added to a chosen tree."""
-
-    weight: float
-    """The policy's estimate of the probability of the path to it."""
-    parent: int
-    token: int
-    confidence: float
-    """Probability of the token under q."""
-    rank: int
-    """Index among its siblings, 0 for the most likely."""
-
-
-class Candidates:
-    """All tokens so far that may be added to a chosen tree, each after its parent."""
-
-    def __init__(self, builder: DraftBuilder) -> None:
-        self._builder = builder
-        self._candidates: list[Candidate] = []
-        self._nodes: dict[int, int] = {}
-        """The node of each index in `_candidates`, for candidates that are nodes of the builder."""
-        self._of_node: dict[int, Candidate] = {}
-
-    def add(
-        self, node: int, rates_k: Sequence[float], tokens_k: Sequence[int], confidence_k: Sequence[float] | None = None
-    ) -> None:
-        """Add k tokens that may follow `node`.
-
-        `rates_k`: the estimated probability of each, by which weights multiply. `confidence_k`: their probabilities
-        under q, where the rates are others.
-        """
-        weight = 1.0 if node == ROOT else self._of_node[node].weight
-        rows = zip(rates_k, tokens_k, confidence_k or rates_k, strict=True)
-        for rank, (rate, token, confidence) in enumerate(rows):
-            if confidence > 0:
-                self._candidates.append(Candidate(weight * rate, node, token, confidence, rank))
-
-    def best(self, count: int) -> list[int]:
-        """Return the indices of the `count` most likely candidates."""
-        return sorted(range(len(self._candidates)), key=lambda place: (-self._candidates[place].weight, place))[:count]
-
-    def depth(self, place: int) -> int:
-        return self._builder.depth(self._candidates[place].parent) + 1
-
-    def weight(self, place: int) -> float:
-        return self._candidates[place].weight
-
-    def node(self, place: int) -> int:
-        """Return the node of a candidate, which is added to the builder if it is not a node yet."""
-        if place not in self._nodes:
-            candidate = self._candidates[place]
-            self._nodes[place] = self._builder.choose(candidate.parent, candidate.token)
-            self._of_node[self._nodes[place]] = candidate
-        return self._nodes[place]
-
-    def of_node(self, node: int) -> Candidate:
-        """Return the candidate of `node`."""
-        return self._of_node[node]
-
-    def draft(self, places: list[int]) -> Draft:
-        """Return a draft of the most likely candidates; a child's weight is at most its parent's, which is included."""
-        return self._builder.pruned(sorted(self.node(place) for place in places))
+if TYPE_CHECKING:
+    from draftsmith.decode.drafts.builder import DraftBuilder
 
 
 @dataclass(frozen=True)
@@ -85,6 +23,7 @@ class BestFirst(Policy):
     less likely ones, so the result after the last level is exact. Wang et al. 2024 (OPT-Tree), arXiv:2406.17276.
     """
 
+    name: ClassVar[str] = "best-first"
     chooses: ClassVar[bool] = True
     size: int = 16
     depth: int = 8
@@ -93,26 +32,38 @@ class BestFirst(Policy):
         require_counts(self, "size", "depth")
 
     @property
+    def longest(self) -> int:
+        return self.depth
+
+    def layout(self, *, greedy: bool) -> ForecastLayout:
+        return ForecastLayout(replay=True)
+
+    @property
     def most_nodes(self) -> MostNodes:
         """Nodes for compiled passes: what a level reads may be displaced later."""
         return MostNodes(self.size, self.size * self.depth)
 
-    def grow(self, builder: DraftBuilder) -> Growing:
-        candidates, nodes, last = Candidates(builder), [ROOT], min(self.depth, builder.room)
+    def grow(self, builder: "DraftBuilder") -> Growing:
+        candidates: list[tuple[float, int, int]] = []
+        """The probability of the path to each token that may be added, its parent and the token: after its parent."""
+        nodes: dict[int, int] = {}
+        """The node of each candidate that has been read, by its place."""
+        weights, level, last = {ROOT: 1.0}, [ROOT], min(self.depth, builder.room)
         for depth in range(1, last + 1):
-            look: Look = yield Read(nodes, self.size)
-            for node, rates, tokens in zip(nodes, look.values, look.tokens, strict=True):
-                candidates.add(node, rates, tokens)
-            if depth == last:
+            look = yield Request(level, self.size)
+            for node, values, tokens in zip(level, look.values, look.tokens, strict=True):
+                pairs = zip(values, tokens, strict=True)
+                candidates += [(weights[node] * q, node, token) for q, token in pairs if q > 0]
+            best = sorted(range(len(candidates)), key=lambda place: (-candidates[place][0], place))[: self.size]
+            added = [place for place in best if builder.depth(candidates[place][1]) + 1 == depth]
+            if depth == last or not added:
                 break
-            best = candidates.best(self.size)
-            nodes = [candidates.node(place) for place in best if candidates.depth(place) == depth]
-            if not nodes:
-                break
-        return candidates.draft(candidates.best(self.size))
-
-    def __str__(self) -> str:
-        return f"best-first:size={self.size},depth={self.depth}"
+            nodes |= {place: builder.choose(*candidates[place][1:]) for place in added}
+            level = [nodes[place] for place in added]
+            weights |= {nodes[place]: candidates[place][0] for place in added}
+        # A child's weight is at most its parent's, so parents are among the best, too.
+        kept = [nodes[place] if place in nodes else builder.choose(*candidates[place][1:]) for place in best]
+        return builder.pruned(sorted(kept))
 
 
 @dataclass(frozen=True)
@@ -123,11 +74,20 @@ class SampledTree(Policy):
     are drawn without replacement.
     """
 
+    name: ClassVar[str] = "sampled-tree"
     width: int = 4
     depth: int = 4
 
     def __post_init__(self) -> None:
         require_counts(self, "width", "depth")
+
+    @property
+    def longest(self) -> int:
+        return self.depth
+
+    def layout(self, *, greedy: bool) -> ForecastLayout:
+        siblings = "draws siblings: their acceptance depends on p of tokens that are not in the text"
+        return ForecastLayout(replay=True) if greedy else ForecastLayout(refused=siblings)
 
     @property
     def most_nodes(self) -> MostNodes:
@@ -138,7 +98,7 @@ class SampledTree(Policy):
         most = 2 * self.width * self.depth
         return MostNodes(most, most)
 
-    def grow(self, builder: DraftBuilder) -> Growing:
+    def grow(self, builder: "DraftBuilder") -> Growing:
         level: list[tuple[int, float]] = [(ROOT, 1.0)]
         for _ in range(min(self.depth, builder.room)):
             level = [(node, weight) for node, weight in level if round(self.width * weight) > 0]
@@ -146,20 +106,20 @@ class SampledTree(Policy):
                 break
             nodes = [node for node, _ in level]
             counts = [round(self.width * weight) for _, weight in level]
+            look = yield Request(nodes, top=max(counts) if builder.greedy else 0)
             if builder.greedy:
-                look: Look = yield Read(nodes, max(counts))
                 children = [_chosen(builder, look, place, count) for place, count in enumerate(counts)]
             else:
-                yield Read(nodes, top=0)
-                children = yield DrawChildren(counts, chances=True)
-            level = [(child, weight * q) for (_, weight), own in zip(level, children, strict=True) for child, q in own]
+                children = (yield Request(draw=counts, chances=True)).children
+            level = [
+                (child, weight * (q or 0.0))
+                for (_, weight), own in zip(level, children, strict=True)
+                for child, q in own
+            ]
         return builder.draft()
 
-    def __str__(self) -> str:
-        return f"sampled-tree:width={self.width},depth={self.depth}"
 
-
-def _chosen(builder: DraftBuilder, look: Look, place: int, count: int) -> list[tuple[int, float]]:
+def _chosen(builder: "DraftBuilder", look: Look, place: int, count: int) -> list[tuple[int, float]]:
     """Add the `count` likeliest tokens with any probability as children of a node, and return (child, q) of each."""
     pairs = zip(look.tokens[place][:count], look.values[place], strict=False)
     return [(builder.choose(look.nodes[place], token), q) for token, q in pairs if q > 0]

@@ -13,22 +13,21 @@ distribution after the last committed token, place i + 1 the one after draft nod
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from draftsmith.decode.drafts.batch import DraftBatch
-from draftsmith.decode.draws import Draws
-from draftsmith.decode.rules.any_draft import point_mass_rule, typical_rule
-from draftsmith.decode.rules.chains import block_rule, token_rule
-from draftsmith.decode.rules.outcome import Decided
-from draftsmith.decode.rules.traversal import traversal_rule
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_tree import Draft
-from draftsmith.heads.rows import constant
 
-# Shapes: B texts, N draft nodes, P = N + 1 places, V vocabulary.
+if TYPE_CHECKING:
+    from torch import Tensor
 
-VerifyBatch = Callable[[Tensor, DraftBatch, Draws], Decided]
+    from draftsmith.decode.drafts.batch import DraftBatch
+    from draftsmith.decode.draws import Draws
+    from draftsmith.decode.rules.outcome import Decided
+
+# Shapes: B texts, P places, V vocabulary.
+
+VerifyBatch = Callable[["Tensor", "DraftBatch", "Draws"], "Decided"]
 """A rule: the target's distributions [B, P, V], the drafts and the random draws to the outcome, on the device."""
 
 
@@ -58,14 +57,45 @@ class Rule:
         return "a chain drawn from q" if self.chains else "a draft whose tokens were drawn from q"
 
 
+def _token(p_BPV: "Tensor", batch: "DraftBatch", draws: "Draws") -> "Decided":
+    from draftsmith.decode.rules.chains import token_rule
+
+    return token_rule(p_BPV, batch, draws)
+
+
+def _block(p_BPV: "Tensor", batch: "DraftBatch", draws: "Draws") -> "Decided":
+    from draftsmith.decode.rules.chains import block_rule
+
+    return block_rule(p_BPV, batch, draws)
+
+
+def _point_mass(p_BPV: "Tensor", batch: "DraftBatch", draws: "Draws") -> "Decided":
+    from draftsmith.decode.rules.any_draft import point_mass_rule
+
+    return point_mass_rule(p_BPV, batch, draws)
+
+
+def _traversal(p_BPV: "Tensor", batch: "DraftBatch", draws: "Draws") -> "Decided":
+    from draftsmith.decode.rules.traversal import traversal_rule
+
+    return traversal_rule(p_BPV, batch, draws)
+
+
+def _typical(p_BPV: "Tensor", batch: "DraftBatch", draws: "Draws") -> "Decided":
+    from draftsmith.decode.rules.any_draft import typical_rule
+
+    return typical_rule(p_BPV, batch, draws)
+
+
+# Each entry imports its file when it is first used, so that rules are checked before torch is imported.
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
-        Rule("token", token_rule, drawn=True, chains=True),
-        Rule("block", block_rule, drawn=True, chains=True),
-        Rule("point-mass", point_mass_rule),
-        Rule("traversal", traversal_rule, drawn=True),
-        Rule("typical", typical_rule, lossless=False),
+        Rule("token", _token, drawn=True, chains=True),
+        Rule("block", _block, drawn=True, chains=True),
+        Rule("point-mass", _point_mass),
+        Rule("traversal", _traversal, drawn=True),
+        Rule("typical", _typical, lossless=False),
     )
 }
 
@@ -77,43 +107,8 @@ def rule_named(name: str) -> Rule:
     return RULES[name]
 
 
-def best_rule(draft: Draft | DraftBatch) -> Rule:
+def best_rule(draft: "Draft | DraftBatch") -> Rule:
     """Return the lossless rule that accepts most for this kind of draft."""
     if not draft.drawn:
         return RULES["point-mass"]
     return RULES["block" if draft.is_chain else "traversal"]
-
-
-def verify(rule: Rule | None, p_BPV: Tensor, batch: DraftBatch, draws: Draws) -> Decided:
-    """Apply a rule (None: the `best_rule` of each draft) to all drafts, with one call of each rule.
-
-    Raises:
-        ConfigError: for a draft for which the rule is wrong.
-    """
-    if len(batch) == 0:
-        empty_B0 = p_BPV[:, 0, :0]
-        return Decided(empty_B0, draws.next(p_BPV[:, 0]), empty_B0)
-    parts = []
-    for chosen, rows in _by_rule(rule, batch).items():
-        part, p_bPV = batch.part(rows), p_BPV
-        if part is not batch:
-            p_bPV = p_BPV[constant(tuple(rows), p_BPV.device), : len(part) + 1]
-        parts.append((rows, chosen.verify(p_bPV, part, draws.of(rows))))
-    return Decided.together(parts)
-
-
-def _by_rule(rule: Rule | None, batch: DraftBatch) -> dict[Rule, list[int]]:
-    """Return the rows that each rule verifies; ConfigError for a draft for which the rule is wrong."""
-    if batch.drafts is None:
-        chosen = rule or best_rule(batch)
-        chosen.require(drawn=batch.drawn, is_chain=True)
-        return {chosen: list(range(len(batch.tokens_BN)))}
-    rows: dict[Rule, list[int]] = {}
-    for row, draft in enumerate(batch.drafts):
-        chosen = rule or best_rule(draft)
-        if draft.tokens:
-            chosen.require(drawn=draft.drawn, is_chain=draft.is_chain)
-        elif chosen.drawn:
-            chosen = RULES["point-mass"]  # nothing was drawn: all rules draw the next token from p
-        rows.setdefault(chosen, []).append(row)
-    return rows

@@ -30,7 +30,6 @@ POLICIES = (
     "chain:draft_length=4",
     "adaptive",
     "best-first:size=8,depth=4",
-    "optimal-tree",
 )
 """Policies to choose from; others may be typed."""
 EVERY = 0.05

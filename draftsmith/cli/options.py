@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from draftsmith.decode.policies import POLICIES, check_policy
+from draftsmith.decode.rules import RULES
 from draftsmith.errors import ConfigError
 from draftsmith.names import (
     DTYPES,
     EMBEDDED,
-    POLICIES,
-    RULES,
     check_attention,
     check_drafter_name,
     check_prompts_name,
@@ -26,7 +26,7 @@ from draftsmith.names import (
     drafter_of,
     require_cached_without_hub,
 )
-from draftsmith.reading import parse_assignment, parse_specification, specified_name
+from draftsmith.reading import parse_assignment, specified_name
 from draftsmith.terminal import printable
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def checked_policy(param: Param, given: str | list[str] | None) -> Any:
     """Check `POLICY`, or each `POLICY` and `DRAFTER=POLICY` of a list."""
     for text in given if isinstance(given, list) else [given] if given is not None else []:
         drafter, named, policy = text.partition("=")
-        parse_specification(_option(param), policy if named and ":" not in drafter else text, POLICIES)
+        check_policy(policy if named and ":" not in drafter else text, _option(param))
     return given
 
 
@@ -109,10 +109,7 @@ DRAFTER_HELP = (
     "Drafter: a folder or Hub id, optionally with @revision, or without training: prompt-lookup, suffix, "
     "early-exit:layers=N, native-mtp, hybrid:drafter=FOLDER. "
 )
-POLICY_HELP = (
-    "Draft policy: chain, confidence, adaptive, sampled-tree, best-first or optimal-tree, with settings as in "
-    "best-first:size=16,depth=8."
-)
+POLICY_HELP = f"Draft policy: {', '.join(POLICIES)}, with settings as in best-first:size=16,depth=8."
 TARGET_HELP = "Target: 'embedded', a local folder, a GGUF file or a Hub id."
 PROMPTS_HELP = "Prompts: 'embedded', a file (JSONL, JSON, Parquet, text) or a Hub data set."
 RULE_HELP = "Verification rule; default: the best lossless one."

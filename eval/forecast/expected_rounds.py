@@ -43,7 +43,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.loop import DecodeLoop
-from draftsmith.decode.policies import BestFirst, Chain, ConfidenceChain, Policy, SampledTree
+from draftsmith.decode.policies import ForecastLayout, Policy
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence, Round, Stops
 from draftsmith.decode.target import TransformersTarget
@@ -153,20 +153,19 @@ class RetrievalStats:
 
 def needs_replay(policy: Policy | None, sampling: Sampling) -> bool:
     """Return whether the drafter has to run along the text: its draft depends on tokens that are not in the text."""
-    return isinstance(policy, BestFirst) or (isinstance(policy, SampledTree) and sampling.greedy)
+    return policy is not None and policy.layout(greedy=sampling.greedy).replay
 
 
 def require_predicted(policy: Policy | None, sampling: Sampling, rule: str | None) -> None:
     """Raise NotPredicted for policies that the table above refuses."""
-    if policy is not None and policy.learns:
-        raise NotPredicted(f"{policy} learns while it decodes: its drafts depend on all earlier rounds")
+    layout = ForecastLayout(replay=True) if policy is None else policy.layout(greedy=sampling.greedy)
+    if layout.refused:
+        raise NotPredicted(f"{policy} {layout.refused}")
     if sampling.greedy:
         return
     if rule == "typical":
         raise NotPredicted("rule 'typical' is lossy: its texts are not the target's")
-    if isinstance(policy, SampledTree):
-        raise NotPredicted(f"{policy} draws siblings: their acceptance depends on p of tokens that are not in the text")
-    if not isinstance(policy, (Chain, ConfidenceChain)) and rule not in (None, "point-mass"):
+    if not layout.chain and rule not in (None, "point-mass"):
         raise NotPredicted(
             f"rule {rule!r} needs a chain sampled from q; {policy or 'a retrieved draft'} is not sampled"
         )
@@ -221,17 +220,15 @@ def _grown(
     policy: Policy, table: PositionStats, room_A: Lengths, sampling: Sampling, rule: str | None
 ) -> tuple[Floats, Lengths, Lengths]:
     """Return survival probabilities, depths and numbers of draft tokens from each anchor, without copies."""
-    if not isinstance(policy, (Chain, ConfidenceChain)):
-        raise NotPredicted(f"{policy}: no exact forecast is implemented")
+    layout = policy.layout(greedy=sampling.greedy)
     if sampling.greedy:
         survival_AK = matched(table["rank"] == 0)
     else:
         survival_AK = CHAIN_RULES[rule or DEFAULT_RULE](table["log_p"], table["log_q"])
-    lengths_A = np.minimum(room_A, policy.draft_length)
-    if isinstance(policy, ConfidenceChain):
-        unsure_AK = table["sure"] < policy.threshold
-        unsure_AK[:, 0] = False  # the first token is always drafted
-        lengths_A = np.minimum(lengths_A, np.where(unsure_AK.any(1), unsure_AK.argmax(1), unsure_AK.shape[1]))
+    unsure_AK = table["sure"] < layout.threshold
+    unsure_AK[:, 0] = False  # the first token is always drafted
+    lengths_A = np.minimum(room_A, layout.chain)
+    lengths_A = np.minimum(lengths_A, np.where(unsure_AK.any(1), unsure_AK.argmax(1), unsure_AK.shape[1]))
     return survival_AK, lengths_A, lengths_A
 
 

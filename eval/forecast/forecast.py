@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.arguments import capabilities
 from draftsmith.decode.costs import Costs
-from draftsmith.decode.policies import Chain, Policy, default_policy, policy_named
+from draftsmith.decode.policies import Chain, Policy, check_policy, default_policy
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.errors import ConfigError
 from draftsmith.eval.baseline import fastest_threads, threads
@@ -25,7 +25,7 @@ from draftsmith.eval.forecast.expected_rounds import (
     replay,
     retrieved,
 )
-from draftsmith.eval.forecast.hardware import depth_of, measure_hardware, pass_costs, timeable
+from draftsmith.eval.forecast.hardware import measure_hardware, pass_costs, timeable
 from draftsmith.eval.forecast.profile import CostModel, ForecastRow, numbers
 from draftsmith.eval.settings import PairSettings
 from draftsmith.eval.teacher_forced import (
@@ -50,8 +50,6 @@ ASSUMED = (
 )
 PLAIN = "copies"
 """Name of the policy of drafters that only retrieve."""
-_NO_COSTS = Costs({1: 1.0}, {1: 1.0})
-"""Placeholder for policies that plan with costs, which are refused later."""
 
 
 class BestPolicy(TypedDict):
@@ -172,7 +170,7 @@ def _at(
     with stage(f"T={temperature:g}: reading the texts with each drafter", reads, shown=progress) as done:
         for name, drafter in drafters.items():
             predicted[name] = predict(target, drafter, texts, settings, sampling, done)
-    trees = {name: [p for p in predicted[name].policies if not isinstance(p, Chain)] for name in drafters}
+    trees = {name: [p for p in predicted[name].policies if p.fixed_length is None] for name in drafters}
     if isinstance(hardware, dict):
         lengths = {"draft_length": settings.max_draft_length, "batches": settings.batch_sizes, "policies": trees}
         shown = f"T={temperature:g}: timing rounds" if progress else ""
@@ -233,7 +231,7 @@ def predict(
     if drafter.only_retrieves:
         done(len(texts))
     else:
-        longest = max(depth_of(policy) for policy in policies if policy is not None)
+        longest = max(policy.longest for policy in policies if policy is not None)
         tables = agreement(target, drafter, texts, longest, acceptance_measure(Processors(sampling)), done)
     copies = [retrieved(drafter, text) for text in texts]
     plans, planned, refused = [], [], []
@@ -264,7 +262,7 @@ def candidates(drafter: Drafter, settings: ForecastSettings, *, trees: bool = Tr
         return [None]
     longest = min(settings.max_draft_length, drafter.max_draft_length or settings.max_draft_length)
     chains = [*map(Chain, range(1, longest + 1)), default_policy(drafter)]
-    others = [policy_named(text, _NO_COSTS) for text in settings.policies or (TREES if trees else ())]
+    others = [check_policy(text) for text in settings.policies or (TREES if trees else ())]
     return list({str(policy): policy for policy in [*chains, *others]}.values())
 
 

@@ -155,13 +155,8 @@ def _arms(
         reached = [length for length in LENGTHS if length <= longest]
         arms |= {(name, length): TimedVariant(target, drafter, length, costs[name]) for length in reached}
         for policy in policies.get(name, ()):
-            arms[name, str(policy)] = TimedVariant(target, drafter, depth_of(policy), costs[name], policy)
+            arms[name, str(policy)] = TimedVariant(target, drafter, policy.longest, costs[name], policy)
     return arms
-
-
-def depth_of(policy: Policy) -> int:
-    """Return the number of draft tokens on the longest path of `policy`."""
-    return getattr(policy, "draft_length", None) or getattr(policy, "depth", 1)
 
 
 def profile_of(rounds: dict[int, Timed]) -> CostModel:

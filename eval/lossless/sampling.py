@@ -16,10 +16,11 @@ from transformers import PreTrainedModel
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.drafts.batch import DraftBatch
 from draftsmith.decode.draws import Draws
-from draftsmith.decode.rules import RULES, Rule, VerifyBatch, verify
+from draftsmith.decode.rules import RULES, Rule, VerifyBatch
 from draftsmith.decode.rules.outcome import Decided, VerifyResult
 from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.sequence import DecodeOutput
+from draftsmith.decode.verification import verify
 from draftsmith.errors import ConfigError
 from draftsmith.eval.lossless.hypotheses import (
     ALL_TOKENS,

@@ -12,9 +12,9 @@ from draftsmith.decode.drafts.drawing import Drawing, Wanted, draw_together
 from draftsmith.decode.draws import NOT_DRAWN, Draws, MakeDraws, Node
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.rules import Rule
-from draftsmith.decode.rules import verify as verify_batch
 from draftsmith.decode.rules.outcome import VerifyResult
 from draftsmith.decode.sequence import DecodeSequence
+from draftsmith.decode.verification import verify as verify_batch
 from draftsmith.heads.draft_tree import Draft, children_of, depths_of
 
 Tokens = tuple[int, ...]

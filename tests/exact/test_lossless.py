@@ -48,7 +48,6 @@ from draftsmith.decode.policies import (
     BestFirst,
     Chain,
     ConfidenceChain,
-    OptimalTree,
     Policy,
     SampledTree,
     experience,
@@ -283,7 +282,6 @@ class Copies(ToyDrafter):
     ("policy", "kind"),
     [
         *product([Adaptive(STEEP, 3), Adaptive(STEEPER, 3)], [ToyDrafter, Copies]),
-        (OptimalTree(SHALLOW, size=1000, depth=2, top_k=2), ToyDrafter),
     ],
     ids=str,
 )

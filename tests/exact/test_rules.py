@@ -17,7 +17,6 @@ from draftsmith.decode.policies import (
     BestFirst,
     Chain,
     ConfidenceChain,
-    OptimalTree,
     Policy,
     SampledTree,
 )
@@ -65,7 +64,6 @@ DRAWN_TREES = {
     "chain": Chain(GAMMA),
     "static": DrawnTree(BRANCHED),
     "sampled": SampledTree(width=2, depth=GAMMA),
-    "optimal": OptimalTree(SHALLOW, size=ANY_SIZE, depth=GAMMA, top_k=2),
 }
 CHOSEN_TREES = {
     "static best": ChosenTree(BRANCHED),
@@ -82,17 +80,16 @@ SHAPES = {
     },
 }
 CELLS = [(rule, shape) for rule, shapes in SHAPES.items() for shape in shapes]
-GREEDY_SHAPES = {**CHAINS, **CHOSEN_TREES, "optimal": DRAWN_TREES["optimal"]}
+GREEDY_SHAPES = {**CHAINS, **CHOSEN_TREES}
 
 
 # One level deeper, for chains and for trees in which the end of one branch depends on what was drawn in another.
 DEEP = GAMMA + 1
 DEEP_CHAIN = Chain(DEEP)
 DEEP_TREE = DrawnTree((*BRANCHED, (0, 0, 0)))
-DEEP_OPTIMAL = OptimalTree(SHALLOW, size=ANY_SIZE, depth=DEEP, top_k=2)
 DEEP_CELLS = [
     *((rule, DEEP_CHAIN) for rule in SHAPES),
-    *(("traversal", tree) for tree in (DEEP_TREE, DEEP_OPTIMAL)),
+    ("traversal", DEEP_TREE),
 ]
 
 
@@ -120,7 +117,7 @@ MIXTURES: dict[str, tuple[str | None, dict[str, Policy]]] = {
     "chosen": (None, CHOSEN_TREES),
     "chains and chosen": (None, CHOSEN_AND_CHAIN),
     "drawn": (None, DRAWN_TREES),
-    "drawn and chosen": (None, {"optimal": DRAWN_TREES["optimal"], **CHOSEN_TREES}),
+    "drawn and chosen": (None, {"sampled": DRAWN_TREES["sampled"], **CHOSEN_TREES}),
 }
 
 

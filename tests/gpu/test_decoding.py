@@ -105,12 +105,11 @@ def test_texts_are_those_of_the_cpu(target: LlamaForCausalLM, device: torch.devi
         assert [record.accepted for record in ours.rounds] == [record.accepted for record in cpus.rounds]
 
 
-@pytest.mark.parametrize("policy", ["adaptive:draft_length=4", "optimal-tree:size=8,depth=3,top_k=3"])
-def test_policies_that_plan_with_measured_costs(policy: str, target: LlamaForCausalLM) -> None:
+def test_a_policy_that_plans_with_measured_costs(target: LlamaForCausalLM) -> None:
     drafter = make_drafter("draft_model", target)
     costs = measure_costs(target, drafter)
     assert all(seconds > 0 for seconds in [*costs.verify.values(), *costs.draft.values()])
-    decoder = SpeculativeDecoder(target, drafter, policy=policy, costs=costs)
+    decoder = SpeculativeDecoder(target, drafter, policy="adaptive:draft_length=4", costs=costs)
     decoder.calibrate(PROMPTS, max_new_tokens=NEW_TOKENS, eos_token_id=None)
     for prompt in PROMPTS:
         output = decoder.generate(prompt, max_new_tokens=NEW_TOKENS, eos_token_id=None)

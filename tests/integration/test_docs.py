@@ -27,8 +27,8 @@ import draftsmith
 from draftsmith import SpeculativeDecoder
 from draftsmith.cli import app
 from draftsmith.config import Section
-from draftsmith.decode.policies import Chain
-from draftsmith.decode.rules import Rule
+from draftsmith.decode.policies import POLICIES, Chain, check_policy
+from draftsmith.decode.rules import RULES, Rule, rule_named
 from draftsmith.distill.load_target import load_target
 from draftsmith.distill.losses import LOSSES, LossInputs, overlap
 from draftsmith.distill.objective import Objective
@@ -55,7 +55,7 @@ def _python_blocks() -> list[str]:
 @pytest.fixture
 def extending() -> SimpleNamespace:
     """Run the code on docs/extending.md and return what it defines; what it registers is removed afterwards."""
-    tables = (DRAFTERS, LOSSES, SCHEDULES, OPTIMIZERS, METRICS)
+    tables = (DRAFTERS, LOSSES, SCHEDULES, OPTIMIZERS, METRICS, POLICIES, RULES)
     before, names = [dict(table) for table in tables], {"__name__": "extending"}
     for block in _python_blocks():
         exec(block, names)
@@ -148,16 +148,15 @@ def test_the_policy_of_the_page_is_exact(extending: SimpleNamespace, seed: int) 
     drafts = one_round.drafts(extending.TwoLengths(short=1, long=2, sure=0.4))
     assert {len(draft) for _, draft in drafts} <= {1, 2}
     assert one_round.gap(the_rule("token"), drafts) < EXACT
+    assert str(check_policy("two-lengths:long=2")) == "two-lengths:short=1,long=2,sure=0.8"
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_of_the_two_rules_of_the_page_one_is_exact(extending: SimpleNamespace, seed: int) -> None:
     one_round = Round(Setting(), seed)
     drafts = one_round.drafts(Chain(2))
-    right, wrong = (
-        Rule("page", partial(extending.rule, from_residual=from_residual)) for from_residual in (True, False)
-    )
-    assert one_round.gap(right, drafts) < EXACT
+    wrong = Rule("wrong", partial(extending.rule, from_residual=False))
+    assert one_round.gap(rule_named("page"), drafts) < EXACT
     assert one_round.gap(wrong, drafts) > 1e-3
 
 

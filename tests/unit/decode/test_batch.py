@@ -27,7 +27,7 @@ from draftsmith.heads.retrieval import Hybrid
 from draftsmith.heads.rows import Counts
 
 PROMPTS = [[5, 9, 33, 2], [7], [40, 41, 42, 43, 44, 45, 46, 47, 48], [3, 3, 3, 3, 3], [12, 50]]
-POLICIES = ("chain", "confidence:threshold=0.2", "adaptive", "optimal-tree", "best-first", "sampled-tree")
+POLICIES = ("chain", "confidence:threshold=0.2", "adaptive", "best-first", "sampled-tree")
 COSTS = Costs({1: 1.0, 4: 1.2, 16: 2.0}, {1: 0.1})
 """Not measured, so that policies that plan draft the same on all machines."""
 

@@ -30,7 +30,6 @@ from transformers import (
 )
 
 from draftsmith.decode.cache.rollback import cache_name
-from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.passes.attention import passes_of
 from draftsmith.decode.passes.capability import capability_of
@@ -124,8 +123,8 @@ def test_other_targets_read_chains_only(model: PreTrainedModel, reason: str) -> 
     kind = model.config.model_type
     with pytest.raises(ConfigError, match=rf"policy=best-first:.* has branches, and .*'{kind}' reads chains only"):
         SpeculativeDecoder(model, DraftModel(model), policy="best-first:size=4,depth=2")
-    with pytest.raises(ConfigError, match=r"policy=optimal-tree:.*; expected policy chain, confidence or adaptive"):
-        SpeculativeDecoder(model, DraftModel(model), policy="optimal-tree", costs=Costs({1: 1.0, 2: 1.1}, {1: 0.1}))
+    with pytest.raises(ConfigError, match=r"policy=sampled-tree:.*; expected policy chain, confidence or adaptive"):
+        SpeculativeDecoder(model, DraftModel(model), policy="sampled-tree")
 
 
 def test_chains_of_a_target_without_trees_give_its_text() -> None:

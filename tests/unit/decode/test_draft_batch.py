@@ -7,7 +7,8 @@ from exact.wrong_rules import Seeded
 
 from draftsmith.decode.drafts.batch import NO_DRAFT, DraftBatch
 from draftsmith.decode.draws import seeded_draws
-from draftsmith.decode.rules import RULES, verify
+from draftsmith.decode.rules import RULES
+from draftsmith.decode.verification import verify
 from draftsmith.heads.draft_tree import ROOT, Draft
 
 VOCAB = 7

@@ -106,5 +106,5 @@ def test_keys_of_an_encoder_are_not_kept(alive: Alive) -> None:
 
 def test_measuring_costs_keeps_no_cache(alive: Alive) -> None:
     target, drafter = make_llama(), DraftModel(make_llama(1))
-    SpeculativeDecoder(target, drafter, policy="optimal-tree")
+    SpeculativeDecoder(target, drafter, policy="adaptive")
     assert alive() == []

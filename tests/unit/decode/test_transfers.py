@@ -223,7 +223,6 @@ def test_uploads_of_a_round(name: str, batch: int) -> None:
 READS_OF_A_LEVEL: dict[str, tuple[int, int]] = {
     "adaptive": (1, 2),
     "confidence": (1, 2),
-    "optimal-tree": (1, 2),
     "best-first": (1, 1),
     "sampled-tree": (1, 1),
 }
@@ -256,7 +255,7 @@ class Uploads(TorchFunctionMode):
         return out
 
 
-@pytest.mark.parametrize("policy", [None, CHAIN, TREE, "optimal-tree"])
+@pytest.mark.parametrize("policy", [None, CHAIN, TREE])
 @pytest.mark.parametrize("settings", [PENALTY, SAMPLED | PENALTY], ids=["greedy", "sampled"])
 def test_rounds_do_not_convert_the_text_for_processors_that_read_it(
     policy: str | None, settings: dict[str, Any]

@@ -13,12 +13,10 @@ from huggingface_hub import constants
 from draftsmith.cli import main
 from draftsmith.cli.options import measuring, named_drafters
 from draftsmith.cli.quickstart import chosen
-from draftsmith.decode.policies import CONSTRUCTORS
-from draftsmith.decode.rules import RULES as rules_of_the_decoder
 from draftsmith.errors import ConfigError
 from draftsmith.eval.settings import PairSettings, require_valid
 from draftsmith.heads.untrusted import local_folder
-from draftsmith.names import POLICIES, RULES, require_cached_without_hub
+from draftsmith.names import require_cached_without_hub
 from draftsmith.train.recipe import shipped_recipes
 
 
@@ -129,11 +127,6 @@ def test_help_and_mistakes_load_no_torch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for line, expected in zip(done.stderr.splitlines(), [*MISTAKES, "target.model=./a; expected"], strict=True):
         assert expected in line
-
-
-def test_names_of_options_are_those_of_the_code() -> None:
-    assert list(POLICIES) == list(CONSTRUCTORS)
-    assert list(RULES) == list(rules_of_the_decoder)
 
 
 @pytest.mark.parametrize("cached", [False, True])

@@ -52,7 +52,7 @@ def test_which_arms_meet() -> None:
     assert met == [("A's x (γ=4)", "B's x (γ=4)")], "one name and one policy on both sides"
     met = [(v.a, v.b) for v in compare_evaluations(a, measured("z", 1.5))]
     assert met == [("A's x (γ=4)", "B's z (γ=4)"), ("A's y (γ=4)", "B's z (γ=4)")]
-    met = [(v.a, v.b) for v in compare_evaluations(a, measured("x", 1.5, policy="optimal-tree:size=4"))]
+    met = [(v.a, v.b) for v in compare_evaluations(a, measured("x", 1.5, policy="sampled-tree:size=4"))]
     assert len(met) == 3, "no policy in common: all meet all"
     met = [(v.a, v.b) for v in compare_evaluations(a, None)]
     assert met == [("x (γ=4)", "y (γ=4)"), ("x (γ=4)", "x (adaptive)"), ("y (γ=4)", "x (adaptive)")]

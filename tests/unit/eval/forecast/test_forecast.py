@@ -12,10 +12,11 @@ from transformers import LlamaForCausalLM
 
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoder import SpeculativeDecoder
-from draftsmith.decode.drafts.builder import DraftBuilder, Look, Read, probabilities
+from draftsmith.decode.drafts.builder import DraftBuilder, probabilities
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies import BestFirst, Chain, ConfidenceChain, Policy, SampledTree
 from draftsmith.decode.policies.base import Growing
+from draftsmith.decode.policies.requests import Look, Request
 from draftsmith.decode.rules.outcome import VerifyResult
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence
@@ -23,7 +24,6 @@ from draftsmith.decode.target import TransformersTarget
 from draftsmith.errors import ConfigError
 from draftsmith.eval.forecast.expected_rounds import accepted, of_rounds, replay, retrieved
 from draftsmith.eval.forecast.forecast import ForecastSettings, candidates, forecast, predict
-from draftsmith.eval.forecast.hardware import depth_of
 from draftsmith.eval.teacher_forced import acceptance_measure, agreement, sample_texts, target_text
 from draftsmith.heads import HEADS, DraftModel
 from draftsmith.heads.base import Drafter
@@ -88,7 +88,7 @@ class OnTheText(Policy):
     def grow(self, builder: DraftBuilder) -> Growing:
         last, node = len(builder._sequence.tokens) - 1, ROOT
         for k in range(min(GAMMA, builder.room)):
-            look: Look = yield Read([node])
+            look: Look = yield Request([node])
             q_V = probabilities([builder], {0: [node]}, look.logits_nV)[0]
             token = self.tokens[last + 1 + k]
             self.seen[last, k] = float(q_V[token].log()), builder.estimates.get(node, float(q_V.max()))
@@ -153,7 +153,7 @@ def test_greedy_rounds_are_the_decoders_own(kind: str, policy: Policy, target: L
             for table, text in zip(tables, texts, strict=True)
         ]
     assert [one.rounds for one in found] == [len(out.rounds) for out in outs]
-    assert depth_of(policy) <= 3
+    assert policy.longest <= 3
     if not isinstance(policy, ConfidenceChain):  # its chains in vain are as long as q says beside the text
         for one, out in zip(found, outs, strict=True):
             assert sum(nodes * w for (nodes, _), w in one.work.items()) == sum(r.drafted for r in out.rounds)
@@ -223,7 +223,7 @@ def test_tables_reach_as_deep_as_the_deepest_policy(target: LlamaForCausalLM) ->
         "t", {}, "p", max_draft_length=2, policies=("chain:draft_length=5", "best-first:size=8,depth=4")
     )
     drafter = EarlyExit(target, layers=3)
-    assert max(map(depth_of, candidates(drafter, settings))) == 5
+    assert max(policy.longest for policy in candidates(drafter, settings) if policy is not None) == 5
     (text,) = sample_texts(target, PROMPTS[:1], Sampling(0.0), max_new_tokens=NEW)
     predicted = predict(target, drafter, [text], settings, Sampling(0.0))
     assert predicted.tables[0]["rank"].shape == (text.anchors, 5)

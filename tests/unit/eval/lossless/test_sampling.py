@@ -12,8 +12,9 @@ from exact import wrong_rules
 from exact.enumeration import Verify
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.decode.rules import RULES, VerifyBatch, verify
+from draftsmith.decode.rules import RULES, VerifyBatch
 from draftsmith.decode.sampling import Sampling
+from draftsmith.decode.verification import verify
 from draftsmith.eval.lossless.greedy import read
 from draftsmith.eval.lossless.hypotheses import ALL_TOKENS, Sample
 from draftsmith.eval.lossless.sampling import Plan, check_sampling, sample
