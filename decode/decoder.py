@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
@@ -22,27 +21,23 @@ from draftsmith.decode.arguments import (
     require_settings,
     sequences_of,
 )
-from draftsmith.decode.clock import now
+from draftsmith.decode.call import Call, OnBatchTokens, is_beyond
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.locks import Locks
-from draftsmith.decode.loop import DecodeLoop
-from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.capability import require_compilable
 from draftsmith.decode.passes.checks import CHAINS_ONLY, require_invariant, usable_inputs
-from draftsmith.decode.passes.recurrent import is_recurrent
 from draftsmith.decode.policies import Chain, Policy, default_policy, exploring, plans, policy_named
 from draftsmith.decode.profiling import measure_costs
 from draftsmith.decode.rules import rule_named
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeOutput, DecodeSequence, Round
-from draftsmith.decode.target import TransformersTarget, require_lm_head
+from draftsmith.decode.target import require_lm_head
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.hidden_states import ProcessorInputs
-from draftsmith.heads.model_config import plain_model, rotary_switch
+from draftsmith.heads.model_config import plain_model
 
 OnTokens = Callable[[list[int], Round | None], None]
-OnBatchTokens = Callable[[int, list[int], Round | None], None]
 
 
 class PassSettings(TypedDict, total=False):
@@ -202,7 +197,20 @@ class SpeculativeDecoder:
         forward = None if on_tokens is None else self._locks.released()(on_tokens)
         with self._locks.held():
             self._add_inputs(sequences, settings.get("inputs"))
-            prefill_seconds = _Call(self, processors, forward, policy).decode(sequences)
+            call = Call(
+                target=self._model,
+                capability=self._capability,
+                drafter=self.drafter,
+                policy=policy,
+                rule=self.rule,
+                costs=self.costs,
+                together=self._together,
+                compile=self._compile,
+                invariant=self._invariant,
+                processors=processors,
+                on_tokens=forward,
+            )
+            prefill_seconds = call.decode(sequences)
         outputs = [sequence.output(row, prefill_seconds) for row, sequence in zip(rows, sequences, strict=True)]
         return outputs, [sequence.policy for sequence in sequences]
 
@@ -238,87 +246,3 @@ class SpeculativeDecoder:
     def learns(self) -> bool:
         """True if the policy learns, so that `calibrate` has an effect."""
         return self.policy is not None and self.policy.learns
-
-
-class _Call:
-    """One call of a decoder, which holds the locks of its models: groups the texts that share passes."""
-
-    def __init__(
-        self,
-        decoder: SpeculativeDecoder,
-        processors: Processors,
-        on_tokens: OnBatchTokens | None,
-        policy: Policy | None,
-    ) -> None:
-        self._of, self._processors, self._on_tokens, self._policy = decoder, processors, on_tokens, policy
-
-    def decode(self, sequences: list[DecodeSequence]) -> float:
-        """Decode until every sequence has ended and return the seconds of the prefill."""
-        # Recurrent layers read whole batches, prompts with images are read one by one.
-        alone = is_recurrent(self._of._model) and any(sequence.inputs for sequence in sequences)
-        switch = rotary_switch(self._of._model.config)
-        crossing = switch is not None and _cross(sequences, switch)
-        if len(sequences) > 1 and (alone or crossing or not self._of._together):
-            return sum(self.decode([sequence]) for sequence in sequences)
-        beyond = [sequence for sequence in sequences if is_beyond(self._of.drafter, sequence.tokens)]
-        if 0 < len(beyond) < len(sequences):
-            others = [sequence for sequence in sequences if sequence not in beyond]
-            return sum(self.decode(group) for group in (others, beyond))
-        if switch is None or not crossing:
-            return self._decode_together(sequences)
-        (sequence,) = sequences
-        length, sequence.max_length = sequence.max_length, switch + 1  # its last token is not read
-        prefill_seconds = self._decode_together(sequences)
-        if sequence.stopped_by == "length":
-            sequence.resume(length)
-            self._decode_together(sequences)
-        return prefill_seconds
-
-    def _decode_together(self, sequences: list[DecodeSequence]) -> float:
-        """Decode sequences that share passes, or go on with one; return the seconds of the prefill.
-
-        Without the drafter, if its context is shorter than the texts are now.
-        """
-        of, drafter, policy = self._of, self._of.drafter, self._policy
-        if is_beyond(drafter, sequences[0].tokens):
-            drafter = policy = None
-        widths, draft_widths = ({}, None) if of.costs is None else (of.costs.verify_widths, of.costs.draft_widths)
-        # The usual number of tokens of a verification; 0 where it changes from round to round.
-        length = 0 if drafter is None else None if policy is None else policy.fixed_length
-        width = 0 if length is None else length + 1
-        nodes = policy.most_nodes.verified if of._compile and policy is not None else 0
-        plan = Plan(widths=widths, compile=of._compile, width=width, invariant=of._invariant)
-        target = TransformersTarget(of._model, of._capability, plan, nodes)
-        loop = DecodeLoop(
-            target, drafter, policy, sequences, self._processors, of.rule, draft_widths, compile=of._compile
-        )
-        device = next(of._model.parameters()).device
-        with closing(target), closing(loop):
-            started = now(device)
-            read = loop.prefill()
-            prefill_seconds = now(device) - started  # including the drafter's pass over the prompt
-            for sequence, new in read:
-                record = None
-                if len(sequence.tokens) - len(new) > sequence.prompt_length:  # a text that goes on
-                    record = Round(0, 0, 0, len(new), (), 0.0, prefill_seconds, prefill_seconds)
-                    sequence.rounds.append(record)
-                if self._on_tokens is not None:
-                    self._on_tokens(sequence.number, new, record)
-            while loop.texts:
-                for sequence, new, record in loop.round():
-                    if self._on_tokens is not None:
-                        self._on_tokens(sequence.number, new, record)
-        return prefill_seconds
-
-
-def is_beyond(drafter: Drafter | None, tokens: list[int]) -> bool:
-    """Return whether a text fills the drafter's context."""
-    limit = None if drafter is None else drafter.context_limit
-    return limit is not None and len(tokens) >= limit
-
-
-def _cross(sequences: Sequence[DecodeSequence], switch: int) -> bool:
-    """Return True unless no text, or every one from its prompt on, reads a position beyond the first `switch` ones."""
-    return any(len(sequence.tokens) <= switch for sequence in sequences) and any(
-        sequence.max_length > switch + 1 for sequence in sequences
-    )
