@@ -4,7 +4,7 @@ Each pass of the drafter covers all texts whose drafts are unfinished. What the 
 texts, and so are the tokens that they draw.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -149,7 +149,7 @@ class _Levels:
         self._slots = self._depth = 0
         self._is_chain = True
 
-    def next(self, wanted: dict[int, list[int]]) -> Level:
+    def next(self, wanted: Mapping[int, Sequence[int]]) -> Level:
         """Return these nodes as a level; texts that request none are padded."""
         width = max(map(len, wanted.values()))
         self._depth += 1

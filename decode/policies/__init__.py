@@ -4,7 +4,7 @@ The command line and reports name a policy with its settings: `best-first:size=1
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.policies.adaptive import AdaptiveChain
@@ -33,8 +33,8 @@ def policy_named(text: str, costs: Costs | None = None, role: str = "policy") ->
     `costs`: required by policies that plan.
     """
     name, values = parse_specification(role, text, {name: policy.settings() for name, policy in POLICIES.items()})
-    make: Callable[..., Policy] = POLICIES[name]
-    return make(costs, **values) if POLICIES[name].plans else make(**values)
+    make = cast(Callable[..., Policy], POLICIES[name])
+    return make(costs, **values) if plans(name) else make(**values)
 
 
 def check_policy(text: str, role: str = "policy") -> Policy:

@@ -48,7 +48,8 @@ class BestFirst(Policy):
         """The probability of the path to each token that may be added, its parent and the token: after its parent."""
         nodes: dict[int, int] = {}
         """The node of each candidate that has been read, by its place."""
-        weights, level, last = {ROOT: 1.0}, [ROOT], min(self.depth, builder.room)
+        weights, level, best = {ROOT: 1.0}, [ROOT], []
+        last = min(self.depth, builder.room)
         for depth in range(1, last + 1):
             look = yield Request(level, self.size)
             for node, values, tokens in zip(level, look.values, look.tokens, strict=True):
