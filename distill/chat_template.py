@@ -19,7 +19,7 @@ from draftsmith.distill.messages import ASSISTANT, Message, as_parts, images_in,
 from draftsmith.distill.sources import Conversation, mask_spans
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.hidden_states import ProcessorInputs, inputs_fingerprint
-from draftsmith.names import TEMPLATES
+from draftsmith.names import PLAIN, TEMPLATES
 from draftsmith.provenance import encoding_fingerprint, tokenizer_fingerprint
 from draftsmith.reading import read_text
 
@@ -39,6 +39,18 @@ Span = list[int]
 
 class TooLongText(ConfigError):
     """A text with too many characters to be tokenised."""
+
+
+class Refused(ConfigError):
+    """A conversation that the chat template refuses, or in which it does not show an answer.
+
+    Args:
+        reason: the end of "rows that …".
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class ImageAfterAnswer(ConfigError):
@@ -83,7 +95,7 @@ class Chat:
 
     def __post_init__(self) -> None:
         if self.template is not None:
-            self.tokenizer.chat_template = template_text(self.template)
+            self.tokenizer.chat_template = template_text(self.template) or None
         if self.processor is not None:
             own = None if self.template is not None else self.processor.chat_template
             self.processor.chat_template = self.tokenizer.chat_template = own or self.tokenizer.chat_template
@@ -108,9 +120,14 @@ class Chat:
         return ids[1:] if twice else ids  # the text began with BOS, as text that a template rendered does
 
     def generation_prompt(self, messages: list[Message], of: Conversation) -> list[int]:
-        """Return the tokens of messages and of the start of an answer; without a template, of the messages on lines."""
+        """Return the tokens of messages and of the start of an answer; with the template `PLAIN`, of their texts.
+
+        Raises:
+            ConfigError: for a tokenizer without a chat template, unless the user has named `PLAIN`.
+        """
         _require_text(messages, of)
         if not self.tokenizer.chat_template:
+            self._require_plain(of)
             return self.plain("\n".join(str(message["content"]) for message in messages), of.place)
         return self._ids(self._render(messages, of, opened=True), of.place, add_special_tokens=False)
 
@@ -162,15 +179,12 @@ class Chat:
         if images_in(whole.messages[len(whole.asked) :]):
             raise ImageAfterAnswer(f"{whole.place}: an image after an answer; expected images before the first one")
         shown = self._ids(self._render(whole.asked, whole, opened=True), whole.place, add_special_tokens=False)
-        if not any(message["role"] == ASSISTANT for message in whole.messages):
+        if not whole.answers:
             raise _unanswered(whole.place)
         samples, more = [], len(prompt) - len(shown)
         for sample in self._turn_by_turn(whole):
             if sample.input_ids[: len(shown)] != shown or sample.spans[0][0] < len(shown):
-                raise ConfigError(
-                    f"{whole.place}: the chat template does not show the answer after the prompt with images; "
-                    "expected another template (data.chat_template)"
-                )
+                raise _hidden(whole.place, "the prompt with images")
             spans = [[start + more, end + more] for start, end in sample.spans]
             samples.append(Encoded(prompt + sample.input_ids[len(shown) :], spans))
         return samples
@@ -203,13 +217,13 @@ class Chat:
             return [_checked(whole, len(self.tokenizer))]
         if not whole.messages:
             return [self._text(whole, prompt_tokens)]
-        if not any(message["role"] == ASSISTANT for message in whole.messages):
+        if not whole.answers:
             raise _unanswered(whole.place)
         if not self.tokenizer.chat_template:
-            return [self._first_answer(whole)]
-        if GENERATION.search(str(self.tokenizer.chat_template)):
-            return [self._marked(whole)]
-        return self._turn_by_turn(whole)
+            self._require_plain(whole)
+            return [self._first_answer(whole)] if whole.answers[0] in whole.trained else []
+        marked = self._marked(whole) if GENERATION.search(str(self.tokenizer.chat_template)) else None
+        return self._turn_by_turn(whole) if marked is None else [marked] if marked.spans else []
 
     def _text(self, whole: Conversation, prompt_tokens: int) -> Encoded:
         if not whole.whole:
@@ -220,7 +234,7 @@ class Chat:
 
     def _first_answer(self, whole: Conversation) -> Encoded:
         """Return the first answer only: a target without a template is not trained on conversations."""
-        answer = next(message["content"] for message in whole.messages if message["role"] == ASSISTANT)
+        answer = whole.messages[whole.answers[0]]["content"]
         return self._answered(self.generation_prompt(whole.asked, whole), str(answer), whole.place)
 
     def response(self, prompt: list[int], answer: str, place: str) -> list[int]:
@@ -239,16 +253,25 @@ class Chat:
         ids = [*prompt, *ids, *end]
         return Encoded(ids, [[len(prompt), len(ids)]])
 
-    def _marked(self, whole: Conversation) -> Encoded:
-        """Take the spans from the template's `{% generation %}` blocks."""
+    def _marked(self, whole: Conversation) -> Encoded | None:
+        """Take the spans from the template's `{% generation %}` blocks; None where they are not one for each answer.
+
+        Only where some answer is not trained, it matters which block shows which answer.
+        """
         self._require_tokenisable(self._render(whole.messages, whole, opened=False), whole.place)
         encoded = self._apply(whole.messages, whole, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         spans = mask_spans(encoded["assistant_masks"])
         if not spans:
-            raise ConfigError(
+            raise Refused(
                 f"{whole.place}: the chat template's generation blocks mark no token; expected the assistant's answers "
-                "inside them (data.chat_template names another template)"
+                "inside them (data.chat_template names another template)",
+                "have no token in the chat template's generation blocks",
             )
+        answers = [place for place, message in enumerate(whole.messages) if message["role"] == ASSISTANT]
+        if len(whole.trained) < len(answers):
+            if len(spans) != len(answers):
+                return None
+            spans = [span for span, place in zip(spans, answers, strict=True) if place in whole.trained]
         ids = list(encoded["input_ids"])
         return Encoded(ids, [self._until_eos(ids, *span) for span in spans])
 
@@ -259,9 +282,7 @@ class Chat:
         turn is then a sample of its own, which ends where the target ended.
         """
         samples: list[Encoded] = []
-        for index, message in enumerate(whole.messages):
-            if message["role"] != ASSISTANT:
-                continue
+        for index in whole.trained:
             sample = self._up_to(whole, index)
             last = samples[-1] if samples else None
             if last is not None and sample.input_ids[: len(last.input_ids)] == last.input_ids:
@@ -280,10 +301,7 @@ class Chat:
         after = self._render([*asked, message], whole, opened=False)
         before = opened if after.startswith(opened) else self._render(asked, whole, opened=False)
         if not after.startswith(before) or after == before:
-            raise ConfigError(
-                f"{whole.place}: the chat template does not show message {index + 1} after the ones before it; "
-                "its answers cannot be located; expected a template with generation blocks (data.chat_template)"
-            )
+            raise _hidden(f"{whole.place}, message {index + 1}", "the messages before it")
         prompt = self._ids(opened, whole.place, add_special_tokens=False)
         generated = self._with_thinking(asked, message, whole, opened, after)
         if generated is not None:
@@ -337,13 +355,23 @@ class Chat:
                 messages = [with_arguments(message, json.dumps) for message in messages]
                 return render(messages, tools=of.tools, **how, **self.options)
         except Exception as error:  # expressions of a template may raise anything
-            raise ConfigError(
-                f"{of.place}: the chat template refuses it ({reason_of(error)}); expected messages that it accepts"
+            why = reason_of(error)
+            raise Refused(
+                f"{of.place}: the chat template refuses it ({why}); expected messages that it accepts",
+                f"are refused by the chat template ({why})",
             ) from error
 
     def _ids(self, text: str, place: str, **how: Any) -> list[int]:
         self._require_tokenisable(text, place)
         return self.tokenizer(text, verbose=False, **how)["input_ids"]
+
+    def _require_plain(self, of: Conversation) -> None:
+        if self.template != PLAIN:
+            raise ConfigError(
+                f"{of.place}: messages, and the target has no chat template; expected --chat-template "
+                f"(data.chat_template in a recipe): a file, or one of {', '.join(TEMPLATES)}, of which {PLAIN} joins "
+                "their texts by line breaks"
+            )
 
     def _require_tokenisable(self, text: str, place: str) -> None:
         if len(text) > self.longest:
@@ -358,6 +386,14 @@ class Chat:
 def _require_text(messages: list[Message], of: Conversation) -> None:
     if images_in(messages):
         raise ConfigError(f"{of.place}: an image; expected text: a recipe reads images with data.images")
+
+
+def _hidden(place: str, before: str) -> Refused:
+    return Refused(
+        f"{place}: the chat template does not show the answer after {before}; expected a template with generation "
+        "blocks (data.chat_template)",
+        f"have an answer that the chat template does not show after {before}",
+    )
 
 
 def _unanswered(place: str) -> ConfigError:
@@ -383,7 +419,9 @@ def _whole_numbers(values: Any) -> bool:
 
 
 def template_text(name: str) -> str:
-    """Return a chat template from a file or from `names.TEMPLATES`; ConfigError if it cannot be read."""
+    """Return a chat template from a file or from `names.TEMPLATES`, empty for none; ConfigError if it is not read."""
+    if name == PLAIN:
+        return ""
     if name in TEMPLATES:
         return files("draftsmith.distill").joinpath("templates", f"{name}.jinja").read_text(encoding="utf-8")
     try:

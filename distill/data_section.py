@@ -101,7 +101,8 @@ class DataSection(Section):
     speculate: bool = True
     """Speed up that sampling with the drafter; false is faster where verifying a batch costs as much as decoding."""
     chat_template: str | None = None
-    """A file with a chat template that replaces the tokenizer's."""
+    """A file with a chat template that replaces the tokenizer's, 'vicuna', or 'plain', which joins the texts of the
+    messages by line breaks; needed for messages where the tokenizer has none."""
     template_options: dict[str, Any] = Field(default_factory=dict)
     """Variables for the chat template, such as enable_thinking."""
     images: str | None = None

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from datasets import Dataset, Features, List, Value, concatenate_datasets, disable_progress_bars
 from datasets.arrow_writer import ArrowWriter
 
-from draftsmith.distill.chat_template import Chat, Encoded, ImageAfterAnswer, TooLongText, characters
+from draftsmith.distill.chat_template import Chat, Encoded, ImageAfterAnswer, Refused, TooLongText, characters
 from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.embedded import embedded_prompts
-from draftsmith.distill.messages import ASSISTANT
+from draftsmith.distill.messages import FLAGS
 from draftsmith.distill.sources import Conversation, EmptyConversation, conversation, read_source, source_stamp
 from draftsmith.errors import ConfigError
 from draftsmith.heads.hidden_states import inputs_fingerprint
@@ -27,7 +27,11 @@ from draftsmith.provenance import fingerprint
 from draftsmith.storage import atomic_folder, cache_dir, hold_cache, write_json
 from draftsmith.terminal import clock
 
-VERSION = 4
+VERSION = 5
+REFUSED_FIRST = 100
+"""Rows after which reading stops where the chat template has refused more than half of them."""
+MOST_REASONS = 10
+"""Reasons that are printed, the most frequent ones; those of chat templates may differ from row to row."""
 SECONDS = 10
 """Time between two lines about how much has been read."""
 FEATURES = Features(
@@ -51,13 +55,30 @@ class Counts:
     rows: int = 0
     left_out: dict[str, int] = field(default_factory=dict)
     """Number of samples by reason."""
+    context: int = 0
+    """Number of answers that the data marks as not trained."""
 
     def leave_out(self, reason: str) -> None:
         self.left_out[reason] = self.left_out.get(reason, 0) + 1
 
     def lines(self, source: str) -> list[str]:
-        """Return one line for each reason."""
-        return [f"{source}: {number:,} of {self.rows:,} {reason}: left out" for reason, number in self.left_out.items()]
+        """Return one line for each reason, and one for each kind of answers or tokens that are not trained."""
+        frequent = sorted(self.left_out, key=lambda reason: -self.left_out[reason])[:MOST_REASONS]
+        lines = [
+            f"{source}: {number:,} of {self.rows:,} {reason}: left out"
+            for reason, number in self.left_out.items()
+            if reason in frequent
+        ]
+        if more := sum(number for reason, number in self.left_out.items() if reason not in frequent):
+            lines.append(f"{source}: {more:,} of {self.rows:,} for other reasons: left out")
+        if self.context:
+            lines.append(f"{source}: {self.context:,} answers are marked by {', '.join(FLAGS)}: not trained")
+        return lines
+
+    def require_accepted(self, refused: int, last: Refused | None) -> None:
+        """Raise ConfigError where the chat template refused more than half of the rows, with the last reason."""
+        if last is not None and refused > self.rows / 2:
+            raise ConfigError(f"the chat template cannot be used for {refused:,} of {self.rows:,} rows: {last}")
 
 
 def read_examples(
@@ -98,7 +119,7 @@ def _write(file: Path, chat: Chat, data: DataSection, context: int | None, repor
     """Write the examples row by row, so that memory does not grow with the data; `report` is called now and then."""
     counts, kept, began = Counts(), 0, time.monotonic()
     said = began
-    chat = replace(chat, template=None, longest=characters(data.prompt_tokens + data.response_tokens))
+    chat = replace(chat, longest=characters(data.prompt_tokens + data.response_tokens))
     with ArrowWriter(features=FEATURES, path=str(file)) as writer:
         for row in _examples(chat, data, context, counts):
             writer.write(row)
@@ -119,6 +140,7 @@ def _write(file: Path, chat: Chat, data: DataSection, context: int | None, repor
 
 def _examples(chat: Chat, data: DataSection, context: int | None, counts: Counts) -> Iterator[dict[str, Any]]:
     seen: set[str] = set()
+    refused, last = 0, None
     folder = None if data.images is None else Path(data.images).expanduser()
     for place, row in read_source(data.prompts, data.subset, data.split):
         counts.rows += 1
@@ -139,6 +161,13 @@ def _examples(chat: Chat, data: DataSection, context: int | None, counts: Counts
         except TooLongText:
             counts.leave_out(f"have more than {chat.longest:,} characters")
             continue
+        except Refused as error:
+            counts.leave_out(error.reason)
+            refused, last = refused + 1, error
+            if counts.rows >= REFUSED_FIRST:
+                counts.require_accepted(refused, last)
+            continue
+        counts.context += len(dialogue.context) if data.answered else 0
         if not samples:
             counts.leave_out("have no trained token")
         for sample in samples:
@@ -159,11 +188,12 @@ def _examples(chat: Chat, data: DataSection, context: int | None, counts: Counts
                 "turns": _turns(dialogue, data.every_turn),
                 "images": images,
             }
+    counts.require_accepted(refused, last)
 
 
 def _unanswered(dialogue: Conversation) -> str | None:
     """Return why a conversation is not trained on: an answer has no text, thinking or tool call."""
-    answers = [message for message in dialogue.messages if message["role"] == ASSISTANT]
+    answers = [dialogue.messages[place] for place in dialogue.trained]
     said = ("content", "reasoning_content", "tool_calls")
     return None if all(any(answer.get(key) for key in said) for answer in answers) else "have an empty answer"
 

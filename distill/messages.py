@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.errors import ConfigError, reason_of
+from draftsmith.errors import ConfigError, one_line, reason_of
 from draftsmith.reading import parse_json
 
 if TYPE_CHECKING:
@@ -45,6 +45,12 @@ ROLES = {
 }
 """Role names of ShareGPT and others, in lower case, and the names in chat templates. The last three are roles that some
 published templates know (gpt-oss, OLMo 3, Granite)."""
+FLAGS = {"weight": 0, "train": 0, "loss": 0, "masked": 1}
+"""Keys with which data sets mark messages (OpenAI and Mistral, Axolotl, ms-swift, others), each with the value of a
+message that is not trained."""
+CONTEXT = "context"
+"""Key of an answer that is not trained, until its conversation is built."""
+CONTENTS = ("content", "value", "tool_calls", "function_call")
 TEXT_TYPES = ("text", "input_text", "output_text")
 THINKING = "thinking"
 AS_PYTHON = re.compile(r"\s*\[\s*\{\s*'(role|from|content|value)'\s*:")
@@ -58,15 +64,19 @@ def is_messages(value: Any) -> bool:
 
 def _is_message(value: Any) -> bool:
     keys = value.keys() if isinstance(value, dict) else set[str]()
-    return bool({"role", "from"} & keys and {"content", "value", "tool_calls"} & keys)
+    return bool({"role", "from"} & keys and keys & set(CONTENTS))
 
 
 def unpacked(place: str, key: str, value: Any) -> Any:
-    """Return a list of messages, or of `turns`, that a column holds as JSON text; other values as they are.
+    """Return a list of messages, or of `turns`, from a column that holds it in another form; other values as they are.
+
+    The other forms are JSON text, one message, and an object with the list of the messages' values for each key.
 
     Raises:
-        ConfigError: for such a list as Python writes it, which is not JSON.
+        ConfigError: for such a list as Python writes it, which is not JSON, and for lists of different lengths.
     """
+    if isinstance(value, dict) and {"role", "from"} & value.keys():
+        return _rows(place, key, value)
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     try:
@@ -76,6 +86,17 @@ def unpacked(place: str, key: str, value: Any) -> Any:
             raise ConfigError(f"{place}: '{key}' is a list of messages as Python text; expected JSON") from error
         return value
     return read if is_messages(read) or (key == "turns" and isinstance(read, list)) else value
+
+
+def _rows(place: str, key: str, value: dict[str, Any]) -> Any:
+    """Return the messages of an object of lists, or the list of one message."""
+    columns = {name: column for name, column in value.items() if column is not None}
+    if not all(isinstance(column, list) for column in columns.values()):
+        return [value] if _is_message(value) else value
+    if len(set(map(len, columns.values()))) > 1:
+        lengths = ", ".join(f"{len(column)} of {name!r}" for name, column in columns.items())
+        raise ConfigError(f"{place}: {key!r} has lists of {lengths}; expected one of each for every message")
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def read_messages(place: str, entries: list[Any], images: Path | None) -> list[Message]:
@@ -92,23 +113,59 @@ def read_messages(place: str, entries: list[Any], images: Path | None) -> list[M
 
 
 def _message(place: str, number: int, entry: Any, images: Path | None) -> Message:
+    here = f"{place}: message {number}"
     if not isinstance(entry, dict):
-        raise ConfigError(f"{place}: message {number} is {type(entry).__name__}; expected role and content")
+        raise ConfigError(f"{here} is {type(entry).__name__}; expected role and content")
     # Lines that were written from a table have every field in every message.
-    entry = {key: value for key, value in entry.items() if value is not None}
-    name = entry.get("from", entry.get("role"))
-    if name is None or not ({"content", "value", "tool_calls"} & entry.keys()):
-        raise ConfigError(f"{place}: message {number} has keys {sorted(entry)}; expected role and content")
+    given = {key: value for key, value in entry.items() if value is not None}
+    name = given.get("from", given.get("role"))
+    if name is None or entry.keys().isdisjoint(CONTENTS):
+        raise ConfigError(f"{here} has keys {sorted(given)}; expected role and content")
     role = ROLES.get(name.strip().lower()) if isinstance(name, str) else None
     if role is None:
-        raise ConfigError(f"{place}: message {number} is from {name!r}; expected one of {', '.join(ROLES)}")
-    content, thinking = _content(
-        f"{place}: message {number}", place, entry.get("value", entry.get("content", "")), images
-    )
-    rest = {key: value for key, value in entry.items() if key not in ("from", "value")}
-    if thinking:
-        rest.setdefault("reasoning_content", thinking)
-    return with_arguments({**rest, "role": role, "content": content}, parse_json)
+        raise ConfigError(f"{here} is from {name!r}; expected one of {', '.join(ROLES)}")
+    content, thinking = _content(here, place, given.get("value", given.get("content", "")), images)
+    message = {key: value for key, value in given.items() if key not in ("from", "value", *FLAGS, *CONTENTS)}
+    message |= {"role": role, "content": content}
+    thinking = given.get("reasoning_content") or thinking or given.get("reasoning")  # vLLM's name
+    if isinstance(thinking, str) and thinking:
+        message["reasoning_content"] = thinking
+    calls = _calls(here, given)
+    if calls:  # many templates test for the key
+        message["tool_calls"] = calls
+    if role == ASSISTANT and not _is_trained(here, given):
+        message[CONTEXT] = True
+    return with_arguments(message, parse_json)
+
+
+def _calls(here: str, message: Message) -> list[dict[str, Any]]:
+    """Return the tool calls of a message, each of which, or all, may be JSON text."""
+    calls = _parsed(message.get("tool_calls")) or []
+    if not calls and (function := _parsed(message.get("function_call"))):
+        calls = [{"type": "function", "function": function}]
+    calls = [_parsed(call) for call in calls] if isinstance(calls, list) else calls
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        shown = one_line(repr(message.get("tool_calls")), 80)
+        raise ConfigError(f"{here}: tool_calls={shown}; expected a list of objects, or its JSON text")
+    return calls
+
+
+def _parsed(value: Any) -> Any:
+    """Return what JSON text says; another value as it is."""
+    try:
+        return parse_json(value) if isinstance(value, str) and value.strip() else value
+    except ValueError:
+        return value
+
+
+def _is_trained(here: str, message: Message) -> bool:
+    """Return whether no flag says that an answer is not trained."""
+    for key in FLAGS.keys() & message.keys():
+        if message[key] not in (0, 1):
+            raise ConfigError(f"{here}: {key}={message[key]!r}; expected 0 or 1, or true or false")
+    if "train_detail" in message:
+        raise ConfigError(f"{here}: 'train_detail' marks parts of a message; expected 'train' for all of it")
+    return all(message.get(key) != value for key, value in FLAGS.items())
 
 
 def _content(here: str, place: str, content: Any, images: Path | None) -> tuple[Any, str]:
@@ -138,7 +195,7 @@ def _content(here: str, place: str, content: Any, images: Path | None) -> tuple[
 
 
 def read_tools(place: str, tools: Any) -> list[Any] | None:
-    """Return the tools of a conversation, which may be JSON text; None where there are none."""
+    """Return the tools of a conversation, which may be JSON text, or each of them; None where there are none."""
     if isinstance(tools, str) and tools.strip():
         try:
             tools = parse_json(tools)
@@ -148,7 +205,7 @@ def read_tools(place: str, tools: Any) -> list[Any] | None:
         return None
     if not isinstance(tools, list):
         raise ConfigError(f"{place}: 'tools' is {type(tools).__name__}; expected a list of tools")
-    return tools
+    return [_parsed(tool) for tool in tools]
 
 
 def with_arguments(message: Message, convert: Callable[[Any], Any]) -> Message:

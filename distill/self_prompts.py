@@ -4,7 +4,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from datasets import Dataset
@@ -53,7 +52,7 @@ def write_self_prompts(
             "the chat template before the user's text"
         )
     drawn = {"response_tokens": longest - len(header), "temperature": 1.0, "responses": 1, "drafter_share": 0.0}
-    sampler = Sampler(target, replace(chat, template=None), data.model_copy(update=drawn), seed)
+    sampler = Sampler(target, chat, data.model_copy(update=drawn), seed)
     key = fingerprint([VERSION, target_key(sampler, _headers(header, 1)), chat.key(), header, count, longest])
     file = cache_dir() / "self-prompts" / f"{key}.jsonl"
     share.wait()  # all processes decide alike: the file is written after the next one

@@ -16,6 +16,7 @@ from datasets import Dataset, IterableDataset, disable_progress_bars, load_datas
 
 from draftsmith.distill.messages import (
     ASSISTANT,
+    CONTEXT,
     SYSTEM,
     Message,
     images_in,
@@ -57,13 +58,28 @@ class Conversation:
     spans: list[list[int]] | None = None
     tokenizer: str | None = None
     """Fingerprint of the tokenizer that `input_ids` belong to."""
+    prompt: int = 0
+    """Length of the list in `prompt`, which is the first question with all answers in it; 0 for other rows."""
+    context: frozenset[int] = frozenset()
+    """Places of the answers that the data marks as not trained."""
+
+    @property
+    def answers(self) -> list[int]:
+        """Places of the assistant's messages after the list in `prompt`."""
+        places = range(self.prompt, len(self.messages))
+        return [place for place in places if self.messages[place]["role"] == ASSISTANT]
+
+    @property
+    def trained(self) -> list[int]:
+        """Places of the answers that are trained."""
+        return [place for place in self.answers if place not in self.context]
 
     @property
     def turns(self) -> list[list[Message]]:
         """The messages between the answers; in a conversation without answers, each user message begins a turn."""
-        unanswered = all(message["role"] != ASSISTANT for message in self.messages)
-        turns: list[list[Message]] = [[]]
-        for message in self.messages:
+        unanswered = not self.answers
+        turns: list[list[Message]] = [self.messages[: self.prompt]]
+        for message in self.messages[self.prompt :]:
             if message["role"] == ASSISTANT:
                 turns.append([])
                 continue
@@ -77,13 +93,14 @@ class Conversation:
         """Why a target cannot be asked, as the end of "rows that …"; None for a conversation that it can be asked."""
         if self.messages and not self.asked:
             return "begin with an answer"
+        if self.prompt and self.messages[self.prompt - 1]["role"] == ASSISTANT:
+            return "have a prompt that ends with an answer"
         return "have an empty question" if any(map(_asks_nothing, self.turns)) else None
 
     @property
     def answered(self) -> bool:
         """Some response is in the file."""
-        said = any(message["role"] == ASSISTANT for message in self.messages)
-        return said or self.whole or self.answer is not None or self.spans is not None
+        return bool(self.answers) or self.whole or self.answer is not None or self.spans is not None
 
     @property
     def images(self) -> bool:
@@ -92,8 +109,8 @@ class Conversation:
 
     @property
     def asked(self) -> list[Message]:
-        """The messages before the first answer; empty if the conversation begins with an answer."""
-        begins = bool(self.messages) and self.messages[0]["role"] != ASSISTANT
+        """The first question: the list in `prompt`, or the messages before the first answer, if there are any."""
+        begins = self.prompt > 0 or (bool(self.messages) and self.messages[0]["role"] != ASSISTANT)
         return self.turns[0] if begins else []
 
     @property
@@ -120,15 +137,17 @@ def conversation(place: str, row: dict[str, Any], images: Path | None = None) ->
     kept = {key: row[key] for key in ("input_ids", "spans", "tokenizer") if row.get(key) is not None}
     tools = read_tools(place, row.get("tools"))
     answer = _answer(place, row, images)
-    messages = _messages(place, row, answer, images)
+    messages, prompt = _messages(place, row, answer, images)
     if messages:
         if isinstance(answer, list):
-            whole = answer[: len(messages)] == messages  # `chosen` often repeats the question
-            ended = messages[-1]["role"] == ASSISTANT
-            messages = answer if whole else messages if ended else [*messages, *answer]
-        elif answer is not None and messages[-1]["role"] != ASSISTANT:
+            repeated = _repeated(messages, answer)  # `chosen` often repeats the question
+            ended = messages[-1]["role"] == ASSISTANT and not prompt
+            messages = messages if ended else [*messages, *answer[repeated:]]
+        elif answer is not None and (prompt or messages[-1]["role"] != ASSISTANT):
             messages = [*messages, {"role": ASSISTANT, "content": answer}]
-        return Conversation(place, messages, tools=tools, **kept)
+        context = frozenset(place for place, message in enumerate(messages) if message.get(CONTEXT) and place >= prompt)
+        messages = [{key: value for key, value in message.items() if key != CONTEXT} for message in messages]
+        return Conversation(place, messages, tools=tools, prompt=prompt, context=context, **kept)
     text = _asked_text(row)
     if not text and {"input_ids", "loss_mask"} <= row.keys():
         ids, mask = row["input_ids"], row["loss_mask"]
@@ -147,6 +166,12 @@ def conversation(place: str, row: dict[str, Any], images: Path | None = None) ->
     return Conversation(place, text=text, whole=whole, answer=said, **kept)
 
 
+def _repeated(messages: list[Message], answer: list[Message]) -> int:
+    """Return the number of messages with which an answer repeats the question, with or without the system's."""
+    body = messages[1:] if messages[0]["role"] == SYSTEM else messages
+    return next((len(asked) for asked in (messages, body) if asked and answer[: len(asked)] == asked), 0)
+
+
 def question(place: str, row: dict[str, Any], images: Path | None = None) -> Conversation:
     """Return the conversation of a row; ConfigError for one that a target cannot be asked."""
     asked = conversation(place, row, images)
@@ -161,10 +186,10 @@ def _asks_nothing(turn: list[Message]) -> bool:
 
 
 def _is_blank(value: Any) -> bool:
-    """Return whether a column is null, a blank text, or a list of nothing else."""
+    """Return whether a column is null, a blank text, or a list or an object of nothing else."""
     return (
-        all(map(_is_blank, value))
-        if isinstance(value, list)
+        all(map(_is_blank, value.values() if isinstance(value, dict) else value))
+        if isinstance(value, list | dict)
         else not (value.strip() if isinstance(value, str) else value)
     )
 
@@ -203,30 +228,35 @@ def _answer(place: str, row: dict[str, Any], images: Path | None) -> str | list[
 
 def _messages(
     place: str, row: dict[str, Any], answer: str | list[Message] | None, images: Path | None
-) -> list[Message]:
-    """Return the messages of a row, the system's in a column of its own included; none for plain text."""
+) -> tuple[list[Message], int]:
+    """Return the messages of a row with the system's in a column of its own, and the length of a list in `prompt`.
+
+    No messages for plain text.
+    """
     messages: list[Message] = []
+    listed = False
     turns = unpacked(place, "turns", row.get("turns"))
     if isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns) and turns[0].strip():
         messages = [{"role": "user", "content": turn} for turn in turns]
     for key in () if messages else CONVERSATIONS:
         entries = unpacked(place, key, row.get(key))
         if isinstance(entries, list) and entries:
-            messages = read_messages(place, entries, images)
+            messages, listed = read_messages(place, entries, images), key == "prompt"
             break
     system = _system(place, row)
     text = "" if messages or (isinstance(row.get("text"), str) and "prompt" not in row) else _asked_text(row)
     if text and (system is not None or isinstance(answer, list)):  # what plain text cannot show
         messages = [{"role": "user", "content": text}]
     if not messages and isinstance(answer, list):
-        return answer
-    if not messages or not system:
-        return messages
-    if messages[0]["role"] != SYSTEM:
-        return [{"role": SYSTEM, "content": system}, *messages]
-    if str(messages[0]["content"]).strip() not in ("", system.strip()):
-        raise ConfigError(f"{place}: a system message and another text in 'system'; expected one of them")
-    return [{**messages[0], "content": system}, *messages[1:]]
+        return answer, 0
+    if messages and system:
+        if messages[0]["role"] != SYSTEM:
+            messages = [{"role": SYSTEM, "content": system}, *messages]
+        elif str(messages[0]["content"]).strip() not in ("", system.strip()):
+            raise ConfigError(f"{place}: a system message and another text in 'system'; expected one of them")
+        else:
+            messages = [{**messages[0], "content": system}, *messages[1:]]
+    return messages, len(messages) if listed else 0
 
 
 def _system(place: str, row: dict[str, Any]) -> str | None:
@@ -334,7 +364,8 @@ def _numbered(name: str | Path, rows: Dataset | IterableDataset) -> Iterator[Row
 def _without_nulls(value: Any) -> Any:
     """Return a value of a table without keys that are null: all objects of a column have the keys of every one."""
     if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+        kept = {"content", "value"} if {"role", "from"} & value.keys() else {}  # an answer's text may be null
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None or key in kept}
     if isinstance(value, list) and isinstance(next((each for each in value if each is not None), None), dict | list):
         return [_without_nulls(each) for each in value]
     return value

@@ -14,8 +14,9 @@ LINES = (".jsonl", ".ndjson", ".jsonl.gz")
 TABLES = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
 KNOWN = (*LINES, ".json", ".txt", *TABLES)
 """Ends of the names of prompt files: of JSON lines, of tables, and all."""
-TEMPLATES = ("vicuna",)
-"""Chat templates in `distill/templates`."""
+PLAIN = "plain"
+TEMPLATES = ("vicuna", PLAIN)
+"""Chat templates in `distill/templates`, and the name for none: the texts of the messages, joined by line breaks."""
 DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes of a target."""
 FLASH = re.compile(r"flash_attention_\d|kernels-community/[\w.-]*flash[\w.-]*")

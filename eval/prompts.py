@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.distill.chat_template import LONGEST_TEXT, Chat, TooLongText, characters
+from draftsmith.distill.chat_template import LONGEST_TEXT, Chat, Refused, TooLongText, characters
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.messages import ASSISTANT
 from draftsmith.distill.sources import Conversation, question, read_source
@@ -106,27 +106,28 @@ class PromptRows:
         """Return at most `count` prompts as token ids (default: all of a file, 12 of the embedded text), and notes.
 
         Fewer prompts than rows are taken in turn from the categories, in the order of the file. Prompts whose first
-        question fills a context of `context` tokens are left out, which a note says. `processor`: the target's, for
-        prompts with images.
+        question fills a context of `context` tokens, and those that the chat template refuses, are left out, which a
+        note says. `processor`: the target's, for prompts with images.
 
         Raises:
-            ConfigError: naming the line of a prompt that cannot be encoded, or of the first one where none is short
-                enough.
+            ConfigError: naming the line of a prompt that cannot be encoded, or of the first one where all are left out
+                or the chat template refuses more than half.
         """
         if self.rows is None:
             rows = embedded_prompts(tokenizer, "heldout", count or 12, EMBEDDED_PROMPT_TOKENS, seed=1)
             return [Prompt(row.id, row.category, row.input_ids) for row in rows], []
         longest = LONGEST_TEXT if context is None else characters(context)
         chat = Chat(tokenizer, chat_template, template_options or {}, longest, processor)
-        rows, prompts, too_long = _spread(self.rows, count), list[Prompt](), list[TooLongText]()
+        rows, prompts, unasked = _spread(self.rows, count), list[Prompt](), list[ConfigError]()
         for row in rows:
             try:
                 prompts.append(_tokens(row, chat, context))
-            except TooLongText as error:
-                too_long.append(error)
-        if too_long and not prompts:
-            raise too_long[0]
-        return prompts, [left_out(len(too_long), len(rows), str(too_long[0]))] if too_long else []
+            except (TooLongText, Refused) as error:
+                unasked.append(error)
+        refused = [error for error in unasked if isinstance(error, Refused)]
+        if unasked and (not prompts or len(refused) > len(rows) / 2):
+            raise refused[0] if len(refused) > len(rows) / 2 else unasked[0]
+        return prompts, [left_out(len(unasked), len(rows), str(unasked[0]))] if unasked else []
 
 
 def load_prompts(

@@ -18,6 +18,7 @@ from draftsmith.distill.data_section import DataSection, ServerSection
 from draftsmith.distill.dataset import length_statistics, read_examples
 from draftsmith.distill.detokenize import text_after
 from draftsmith.distill.load_target import load_ends, load_target, load_tokenizer
+from draftsmith.distill.messages import ASSISTANT
 from draftsmith.distill.regeneration import (
     Sampler,
     response_folders,
@@ -184,8 +185,11 @@ def _line(
     ids, spans = row["input_ids"], row["spans"]
     kept = {"input_ids": ids, "spans": spans, "tokenizer": made_with}
     if row["messages"]:
-        tools = json.loads(questions[row["question"]]["turns"])["tools"]
-        return {"messages": json.loads(row["messages"]), **({"tools": tools} if tools else {}), **kept}
+        asked, messages = json.loads(questions[row["question"]]["turns"]), json.loads(row["messages"])
+        tools, prompt = asked["tools"], asked["turns"][0]
+        given = any(message["role"] == ASSISTANT for message in prompt)  # they are not trained when they are read again
+        whole = {"prompt": prompt, "completion": messages[len(prompt) :]} if given else {"messages": messages}
+        return {**whole, **({"tools": tools} if tools else {}), **kept}
     start, end = spans[0]
     prompt = chat.tokenizer.decode(ids[:start], skip_special_tokens=True)
     response = text_after(chat.tokenizer, [] if separate else ids[:start], ids[start:end])

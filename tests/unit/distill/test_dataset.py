@@ -90,14 +90,45 @@ def test_rows_without_a_question_or_an_answer_are_left_out_and_counted(loaded: L
     for answered, left_out in ((True, 4), (False, 3)):  # the target answers what has no answer
         said: list[str] = []
         settings = source_of(source, 10, 9, 9, response="text" if answered else "target")
-        assert len(read_examples(Chat(loaded.tokenizer), settings, 128, said.append)) == 5 - left_out
+        assert len(read_examples(Chat(loaded.tokenizer, "plain"), settings, 128, said.append)) == 5 - left_out
         why = ("are empty", "begin with an answer", "have an empty question", "have an empty answer")
         assert said == [f"{source}: 1 of 5 {reason}: left out" for reason in why[:left_out]]
 
 
+def test_what_the_chat_template_refuses_is_left_out_and_counted(loaded: LoadedTarget, tmp_path: Path) -> None:
+    """One row that cannot be shown does not stop a run; a template that cannot show most rows does."""
+    user, answer = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}
+    loaded.tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system, please') }}{% endif %}"
+        "{% for m in messages if m.content != 'hidden' %}{{ m.role[0] | upper }}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}A{% endif %}"
+    )
+    system, hidden = {"role": "system", "content": "s"}, {**answer, "content": "hidden"}
+    rows = [[{**user, "content": letter}, answer, {**user, "weight": 0}, {**answer, "weight": 0}] for letter in "abcd"]
+    rows[1:1] = [[system, user, answer], [{**user, "content": "ef"}, hidden], [system, user, answer, user]]
+    settings = source_of(write(tmp_path / "p.jsonl", [{"messages": row} for row in rows]), 10, 9, 9, response="text")
+    for _ in range(2):  # the second time from the cache
+        said: list[str] = []
+        assert len(read_examples(Chat(loaded.tokenizer), settings, 128, said.append)) == 4
+        assert said == [
+            f"{settings.prompts}: 2 of 7 are refused by the chat template (no system, please): left out",
+            f"{settings.prompts}: 1 of 7 have an answer that the chat template does not show after the messages before "
+            "it: left out",
+            f"{settings.prompts}: 4 answers are marked by weight, train, loss, masked: not trained",
+        ]
+    asked = settings.model_copy(update={"response": "target"})
+    assert len(read_examples(Chat(loaded.tokenizer), asked, 128, lambda _: None)) == 5
+    more = [{"messages": row} for row in [*rows, rows[1], rows[1]]]
+    for stopped, of, count in ((more, "5 of 9", 10), (more + more[1:2] * 200, "96 of 100", 300)):
+        settings = source_of(write(tmp_path / "p.jsonl", stopped), count, 9, 9, response="text")
+        match = rf"cannot be used for {of} rows: .*p\.jsonl:{9 if count == 10 else 100}: .* \(no system, please\)"
+        with pytest.raises(ConfigError, match=match):
+            read_examples(Chat(loaded.tokenizer), settings, 128, lambda _: None)
+
+
 def test_conversations_that_continue_differently_are_no_twins(loaded: LoadedTarget, tmp_path: Path) -> None:
     chats = [{"turns": ["ab", later]} for later in ("cd", "ef", "ef")]
-    source, chat = write(tmp_path / "p.jsonl", chats), Chat(loaded.tokenizer)
+    source, chat = write(tmp_path / "p.jsonl", chats), Chat(loaded.tokenizer, "plain")
     for every_turn, left in ((False, 1), (True, 2)):
         settings = source_of(source, 10, 9, 9, turns="all" if every_turn else "first")
         assert len(read_examples(chat, settings, 128, lambda _: None)) == left
@@ -110,7 +141,7 @@ def test_messages_of_tables_may_have_dates(loaded: LoadedTarget, tmp_path: Path)
     )
     Dataset.from_list([{"conversation": [user, answer, user]}]).to_parquet(tmp_path / "p.parquet")
     settings = source_of(str(tmp_path / "p.parquet"), 10, 9, 9, turns="all")
-    (row,) = read_examples(Chat(loaded.tokenizer), settings, 128, lambda _: None)
+    (row,) = read_examples(Chat(loaded.tokenizer, "plain"), settings, 128, lambda _: None)
     turns = json.loads(row["turns"])["turns"]
     assert [[message["timestamp"] for message in turn] for turn in turns] == [["2023-04-09 00:00:00"]] * 2
 

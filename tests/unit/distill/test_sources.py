@@ -24,6 +24,8 @@ MARKED = (
     "{% for m in messages %}{{ m.role[0]|upper }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}E"
     "{% endgeneration %}{% else %}{{ m.content }}E{% endif %}{% endfor %}{% if add_generation_prompt %}A{% endif %}"
 )
+IN_PARTS = MARKED.replace("{{ m.content }}E{% end", "{{ m.content[0] }}{% endgeneration %}-{% generation %}E{% end")
+"""Two blocks in an answer."""
 
 
 def parts(*texts: str) -> list[dict[str, Any]]:
@@ -106,6 +108,11 @@ def test_every_kind_of_file_is_read(tmp_path: Path) -> None:
         {"chosen": [USER, ANSWER]},
         {"prompt": "ab", "completion": [ANSWER]},
         {"messages": [USER, ANSWER], "answer": "x"},
+        {"messages": {"role": ["user", "assistant"], "content": ["ab", "cd"], "name": None}},
+        {"conversations": {"from": ["human", "gpt"], "value": ["ab", "cd"], "weight": [1, 1.0]}},
+        {"prompt": USER, "completion": ANSWER},
+        {"messages": [USER, {**ANSWER, "tool_calls": [], "function_call": None}]},
+        {"messages": [USER, {**ANSWER, "tool_calls": "[]", "train": True, "masked": False}]},
         {"system": " ", "prompt": "ab", "response": "cd"},
     ],
 )
@@ -126,6 +133,7 @@ def test_layouts_of_conversations(row: dict[str, Any]) -> None:
         {"system": "", "messages": [{"role": "system", "content": "s"}, USER, ANSWER]},
         {"system_prompt": "s", "question": "ab", "response": "cd"},  # OpenOrca
         {"system": "s", "turns": ["ab"], "answer": "cd"},
+        {"system": "s", "prompt": [USER], "chosen": [USER, ANSWER]},
     ],
 )
 def test_a_system_message_is_read_once(row: dict[str, Any]) -> None:
@@ -151,11 +159,24 @@ def test_all_messages_of_an_answer_are_read() -> None:
         ([{"type": "output_text", "text": "cd"}], {}),
         ([{"type": "text", "text": None}, {"type": "input_text", "text": "cd"}], {}),
         ([{"type": "thinking", "thinking": "r"}, {"type": "text", "text": "cd"}], {"reasoning_content": "r"}),
+        (None, {"content": ""}),
     ],
 )
 def test_layouts_of_text_in_a_message(content: Any, read: dict[str, Any]) -> None:
     row = {"messages": [USER, {"role": "assistant", "content": content}]}
     assert conversation("f:1", row).messages == [USER, {**ANSWER, **read}]
+
+
+@pytest.mark.parametrize(
+    "more", [{"reasoning": "r"}, {"reasoning": "r", "reasoning_content": ""}, {"reasoning_content": "r"}]
+)
+@pytest.mark.parametrize("content", ["cd", "", None])
+def test_names_of_thinking(content: str | None, more: dict[str, str], tmp_path: Path) -> None:
+    row = {"messages": [USER, {"role": "assistant", "content": content, "tool_calls": None, **more}]}
+    Dataset.from_list([row]).to_parquet(tmp_path / "p.parquet")
+    for found in (row, *(row for _, row in read(tmp_path / "p.parquet"))):
+        answer = conversation("f:1", found).messages[1]
+        assert (answer["content"], answer["reasoning_content"]) == (content or "", "r")
 
 
 @pytest.mark.parametrize(
@@ -173,8 +194,14 @@ def test_arguments_of_tool_calls_are_objects() -> None:
     for unchanged in ("", "{", {"city": "Oslo", "days": None}):
         other = {**call, "function": {"name": "f", "arguments": unchanged}}
         row = {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call, other]}]}
-        found = [each["function"]["arguments"] for each in conversation("f:1", row).messages[1]["tool_calls"]]
-        assert found == [{"city": "Oslo", "days": None}, unchanged]
+        found = conversation("f:1", row).messages[1]["tool_calls"]
+        assert [each["function"]["arguments"] for each in found] == [{"city": "Oslo", "days": None}, unchanged]
+        for calls in (json.dumps([call, other]), [json.dumps(call), json.dumps(other)]):
+            as_text = {"role": "assistant", "content": "", "tool_calls": calls}
+            assert conversation("f:1", {"messages": [USER, as_text]}).messages[1]["tool_calls"] == found
+    early = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}}
+    (found,) = conversation("f:1", {"messages": [USER, early]}).messages[1]["tool_calls"]
+    assert found["function"] == {"name": "f", "arguments": {"x": 1}}
 
 
 def test_tables_do_not_give_tools_the_arguments_of_others(tmp_path: Path) -> None:
@@ -247,6 +274,15 @@ def test_layouts_of_text() -> None:
         ),
         ({"system": "s", "system_prompt": "t", "prompt": "ab"}, "f:4: 'system' and 'system_prompt' differ"),
         ({"messages": []}, "f:4: keys .*; expected a non-empty"),
+        ({"messages": {"role": [], "content": []}}, "f:4: keys .*; expected a non-empty"),
+        (
+            {"messages": {"role": ["user"], "content": ["a", "b"]}},
+            "'messages' has lists of 1 of 'role', 2 of 'content'",
+        ),
+        ({"messages": [USER, {**ANSWER, "tool_calls": "x"}]}, "f:4: message 2: tool_calls='x'; expected a list of obj"),
+        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, r"f:4: message 2: weight=0\.5; expected 0 or 1"),
+        ({"messages": [USER, {**ANSWER, "train": "no"}]}, "f:4: message 2: train='no'; expected 0 or 1, or true or"),
+        ({"messages": [USER, {**ANSWER, "train_detail": []}]}, "f:4: message 2: 'train_detail' marks parts of a mess"),
         ({"messages": [USER], "tools": "{"}, "f:4: 'tools' is not JSON"),
         ({"messages": [USER], "tools": {"a": 1}}, "f:4: 'tools' is dict; expected a list"),
     ],
@@ -268,10 +304,17 @@ def shown(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
 
 def test_answers_of_text(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     assert encoded(tiny_tokenizer, {"prompt": "ab", "response": "cd"}) == [("abcd.", ["cd."])]
-    assert encoded(tiny_tokenizer, {"messages": [USER, ANSWER]}) == [("abcd.", ["cd."])], "a target without a template"
+    with pytest.raises(ConfigError, match=r"f:1: messages, and .* no chat template; expected --chat-template .*plain"):
+        encoded(tiny_tokenizer, {"messages": [USER, ANSWER]})
+    assert encoded(tiny_tokenizer, {"messages": [USER, ANSWER]}, template="plain") == [("abcd.", ["cd."])]
     assert encoded(tiny_tokenizer, {"text": "abcdef"}) == [("abcdef", ["def"])]
     assert encoded(tiny_tokenizer, {"text": "a" * 30}) == [("a" * 30, ["a" * 21])]
-    for row in ({"prompt": "ab"}, {"messages": [USER]}, {"prompt": "ab", "response": ""}):
+    for row in (
+        {"prompt": "ab"},
+        {"messages": [USER]},
+        {"prompt": [USER, ANSWER, USER]},
+        {"prompt": "ab", "response": ""},
+    ):
         with pytest.raises(ConfigError, match=r"f:1: no answer; data\.response='text' expected"):
             encoded(tiny_tokenizer, row)
 
@@ -296,6 +339,51 @@ def test_every_answer_of_a_conversation_is_trained(template: str, tiny_tokenizer
     tiny_tokenizer.chat_template = template
     turns = {"messages": [{"role": "system", "content": "s"}, USER, ANSWER, USER, {**ANSWER, "content": "ef"}]}
     assert encoded(tiny_tokenizer, turns) == [("SsEUabEAcdEUabEAefE", ["cdE", "efE"])]
+
+
+@pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"loss": 0.0}, {"masked": True}])
+@pytest.mark.parametrize(
+    "template",
+    [
+        PLAIN,
+        MARKED,
+        MARKED.replace(
+            "{{ m.content }}E{% endg", "{{ m.content[0] }}{% endgeneration %}{% generation %}{{ m.content[1] }}E{% endg"
+        ),
+    ],
+)
+def test_answers_that_the_data_marks_as_context_are_not_trained(
+    template: str, flag: dict[str, Any], tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    tiny_tokenizer.chat_template = template
+    marked = {**ANSWER, **flag}
+    row = {"messages": [{**USER, "weight": 0.5}, marked, USER, {**ANSWER, "content": "ef", "weight": 1}, USER, marked]}
+    ((text, trained),) = encoded(tiny_tokenizer, row)
+    assert (text, trained) in (
+        ("UabEAcdEUabEAefE", ["efE"]),
+        ("UabEAcdEUabEAefEUabEAcdE", ["efE"]),
+        ("UabEAc-EUabEAe-E", ["e-E"]),  # from the difference that the answer makes
+    )
+    assert conversation("f:1", row).context == {1, 5}
+    assert encoded(tiny_tokenizer, {"messages": [USER, marked]}) == []
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_a_list_in_prompt_is_the_question_with_the_answers_in_it(
+    template: str, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    tiny_tokenizer.chat_template = template
+    last = {"role": "user", "content": "gh"}
+    for answer in ("ef", [{**ANSWER, "content": "ef"}], [USER, ANSWER, last, {**ANSWER, "content": "ef"}]):
+        row = {"prompt": [USER, ANSWER, last], "chosen": answer}
+        found = conversation("f:1", row)
+        assert found.turns == [[USER, ANSWER, last]] == [found.asked]
+        assert encoded(tiny_tokenizer, row) == [("UabEAcdEUghEAefE", ["efE"])]
+        assert shown(tiny_tokenizer, Chat(tiny_tokenizer).prompt(found)) == "UabEAcdEUghEA"
+    more = conversation("f:1", {"prompt": [USER, ANSWER, last], "completion": [ANSWER, USER, ANSWER]})
+    assert more.turns == [[USER, ANSWER, last], [USER]]
+    assert conversation("f:1", {"prompt": [USER, last]}).turns == [[USER, last]]
+    assert conversation("f:1", {"prompt": [USER, ANSWER]}).problem == "have a prompt that ends with an answer"
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
@@ -383,7 +471,7 @@ def test_templates_from_which_answers_cannot_be_told_are_refused(
     tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     tiny_tokenizer.chat_template = "{{ messages|length }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    with pytest.raises(ConfigError, match=r"f:1: the chat template does not show message 2 after the ones before it"):
+    with pytest.raises(ConfigError, match=r"f:1, message 2: the chat template does not show the answer after the mess"):
         encoded(tiny_tokenizer, {"messages": [USER, ANSWER]})
     tiny_tokenizer.chat_template = MARKED.replace("'assistant'", "'nobody'")
     with pytest.raises(ConfigError, match="f:1: the chat template's generation blocks mark no token"):

@@ -25,16 +25,16 @@ def test_spec_bench_counts_mt_bench_as_one(tmp_path: Path, tiny_tokenizer: PreTr
         {"question_id": 81 + n, "category": name, "turns": ["ab", "cd"] if name in SUBS else ["ab"], "reference": []}
         for n, name in enumerate((*SUBS, *OTHERS))
     ]
-    whole = load_prompts(_write(tmp_path / "question.jsonl", rows), tiny_tokenizer)
+    whole = load_prompts(_write(tmp_path / "question.jsonl", rows), tiny_tokenizer, chat_template="plain")
     assert [prompt.category for prompt in whole] == ["mt_bench"] * 8 + list(OTHERS)
     assert [prompt.turns for prompt in whole] == [2] * 8 + [1] * 5
     assert whole[0].id == "81"
-    spread = load_prompts(str(tmp_path / "question.jsonl"), tiny_tokenizer, count=7)
+    spread = load_prompts(str(tmp_path / "question.jsonl"), tiny_tokenizer, count=7, chat_template="plain")
     assert [prompt.category for prompt in spread] == ["mt_bench", "mt_bench", *OTHERS], "no category is left out"
-    alone = load_prompts(_write(tmp_path / "mt.jsonl", rows[:8]), tiny_tokenizer)
+    alone = load_prompts(_write(tmp_path / "mt.jsonl", rows[:8]), tiny_tokenizer, chat_template="plain")
     assert [prompt.category for prompt in alone] == list(SUBS), "MT-Bench by itself keeps its categories"
     odd = _write(tmp_path / "odd.jsonl", [*rows, {"prompt": "x", "category": "mine"}])
-    assert load_prompts(odd, tiny_tokenizer)[0].category == "writing", "not Spec-Bench"
+    assert load_prompts(odd, tiny_tokenizer, chat_template="plain")[0].category == "writing", "not Spec-Bench"
 
 
 def test_layouts(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -89,18 +89,36 @@ def test_prompts_that_leave_no_room_are_left_out(tmp_path: Path, tiny_tokenizer:
     """In tokens or, for a text that is not tokenised, in characters; later turns are left out when they are asked."""
     rows = [{"prompt": "abcde"}, {"turns": ["abcd", "abcd"]}, {"prompt": "ab" * 1000}]
     read = PromptRows.read(_write(tmp_path / "p.jsonl", rows))
-    prompts, notes = read.encode(tiny_tokenizer, context=5)
+    prompts, notes = read.encode(tiny_tokenizer, context=5, chat_template="plain")
     assert [prompt.id for prompt in prompts] == ["#2"]
     first = "p.jsonl:1: prompt=5 tokens; expected fewer than the context of 5"
     assert notes == [f"2 of 3 prompts were left out; the first: {tmp_path}/{first}."]
-    assert read.encode(tiny_tokenizer)[1] == []
+    assert read.encode(tiny_tokenizer, chat_template="plain")[1] == []
     with pytest.raises(ConfigError, match=r"p\.jsonl:1: prompt=5 tokens; expected fewer than the context of 4"):
-        read.encode(tiny_tokenizer, context=4)
+        read.encode(tiny_tokenizer, context=4, chat_template="plain")
+    with pytest.raises(ConfigError, match=r"p\.jsonl:2: messages, and the target has no chat template; expected --c"):
+        read.encode(tiny_tokenizer)
+
+
+def test_prompts_that_the_chat_template_refuses_are_left_out(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """In the first turn or a later one; a template that refuses most of them ends the evaluation."""
+    tiny_tokenizer.chat_template = (
+        "{% if messages[-1].content == 'x' %}{{ raise_exception('no x') }}{% endif %}{{ messages[-1].content }}"
+    )
+    rows = [{"turns": turns} for turns in (["ab"], ["ab", "x"], ["x"], ["ab", "c"])]
+    prompts, notes = PromptRows.read(_write(tmp_path / "p.jsonl", rows)).encode(tiny_tokenizer)
+    assert [prompt.id for prompt in prompts] == ["#1", "#4"]
+    why = "p.jsonl:2: the chat template refuses it (no x); expected messages that it accepts"
+    assert notes == [f"2 of 4 prompts were left out; the first: {tmp_path}/{why}."]
+    with pytest.raises(ConfigError, match=r"p\.jsonl:2: the chat template refuses it \(no x\)"):
+        PromptRows.read(_write(tmp_path / "p.jsonl", rows[:3])).encode(tiny_tokenizer)
 
 
 def test_the_fingerprint_knows_later_turns(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     found = [
-        prompts_fingerprint(load_prompts(_write(tmp_path / "p.jsonl", [row]), tiny_tokenizer))
+        prompts_fingerprint(load_prompts(_write(tmp_path / "p.jsonl", [row]), tiny_tokenizer, chat_template="plain"))
         for row in ({"turns": ["a", "b"]}, {"turns": ["a", "c"]}, {"turns": ["a"]}, {"turns": ["a", "b"]})
     ]
     assert len(set(found)) == 3
