@@ -7,6 +7,7 @@ rendering each conversation up to a turn and including it. Text is never searche
 import json
 import re
 from dataclasses import dataclass, field
+from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from draftsmith.reading import read_text
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PLACEHOLDER = "\ue000"
+TIME = re.compile(r"\bstrftime_now\(\s*(['\"])(.*?)\1\s*\)")
+"""The call with which chat templates show the date."""
 LARGEST_TEMPLATE = 2**20
 """Bytes."""
 OPENED, CLOSED = (re.compile(rf"({begin}[a-z_]*(?:think|thought|reason)[a-z_]*>)(\s*)$") for begin in ("<", "</"))
@@ -41,7 +44,7 @@ class TooLongText(ConfigError):
     """A text with too many characters to be tokenised."""
 
 
-class Refused(ConfigError):
+class TemplateRefusal(ConfigError):
     """A conversation that the chat template refuses, or in which it does not show an answer.
 
     Args:
@@ -84,6 +87,7 @@ class Chat:
         longest: most characters of a text; tokenising a longer one raises `TooLongText`.
         processor: the target's, for messages with images.
         ends: tokens that end the target's answers, besides the tokenizer's EOS.
+        now: the time for templates that show it; default: when they are rendered.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -92,6 +96,7 @@ class Chat:
     longest: int = LONGEST_TEXT
     processor: Any = None
     ends: frozenset[int] = frozenset()
+    now: datetime | None = None
 
     def __post_init__(self) -> None:
         if self.template is not None:
@@ -104,6 +109,11 @@ class Chat:
         """Return the settings on which the tokens of a conversation depend; for cache keys."""
         template = str(self.tokenizer.chat_template)
         return [encoding_fingerprint(self.tokenizer), template, self.options, sorted(self.ends)]
+
+    @property
+    def shows_time(self) -> bool:
+        """Whether the chat template may show the date or the time."""
+        return TIME.search(str(self.tokenizer.chat_template)) is not None
 
     def prompt(self, dialogue: Conversation) -> list[int]:
         """Return the tokens that the target's first answer follows."""
@@ -262,7 +272,7 @@ class Chat:
         encoded = self._apply(whole.messages, whole, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         spans = mask_spans(encoded["assistant_masks"])
         if not spans:
-            raise Refused(
+            raise TemplateRefusal(
                 f"{whole.place}: the chat template's generation blocks mark no token; expected the assistant's answers "
                 "inside them (data.chat_template names another template)",
                 "have no token in the chat template's generation blocks",
@@ -348,18 +358,26 @@ class Chat:
 
     def _apply(self, messages: list[Message], of: Conversation, **how: Any) -> Any:
         render = (self.tokenizer if self.processor is None else self.processor).apply_chat_template
+        how = {**how, **self._at_time(), **self.options}
         try:
             try:
-                return render(messages, tools=of.tools, **how, **self.options)
+                return render(messages, tools=of.tools, **how)
             except TypeError:  # DeepSeek's templates add the arguments of tool calls to a text
                 messages = [with_arguments(message, json.dumps) for message in messages]
-                return render(messages, tools=of.tools, **how, **self.options)
+                return render(messages, tools=of.tools, **how)
         except Exception as error:  # expressions of a template may raise anything
             why = reason_of(error)
-            raise Refused(
+            raise TemplateRefusal(
                 f"{of.place}: the chat template refuses it ({why}); expected messages that it accepts",
                 f"are refused by the chat template ({why})",
             ) from error
+
+    def _at_time(self) -> dict[str, str]:
+        """Return the argument with which the chat template shows `now`; transformers passes no functions to it."""
+        template, now = (self.tokenizer if self.processor is None else self.processor).chat_template, self.now
+        if now is None or not isinstance(template, str):
+            return {}
+        return {"chat_template": TIME.sub(lambda call: json.dumps(now.strftime(call[2])), template)}
 
     def _ids(self, text: str, place: str, **how: Any) -> list[int]:
         self._require_tokenisable(text, place)
@@ -388,8 +406,8 @@ def _require_text(messages: list[Message], of: Conversation) -> None:
         raise ConfigError(f"{of.place}: an image; expected text: a recipe reads images with data.images")
 
 
-def _hidden(place: str, before: str) -> Refused:
-    return Refused(
+def _hidden(place: str, before: str) -> TemplateRefusal:
+    return TemplateRefusal(
         f"{place}: the chat template does not show the answer after {before}; expected a template with generation "
         "blocks (data.chat_template)",
         f"have an answer that the chat template does not show after {before}",

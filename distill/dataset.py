@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from datasets import Dataset, Features, List, Value, concatenate_datasets, disable_progress_bars
 from datasets.arrow_writer import ArrowWriter
 
-from draftsmith.distill.chat_template import Chat, Encoded, ImageAfterAnswer, Refused, TooLongText, characters
+from draftsmith.distill.chat_template import Chat, Encoded, ImageAfterAnswer, TemplateRefusal, TooLongText, characters
 from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.messages import FLAGS
@@ -75,7 +75,7 @@ class Counts:
             lines.append(f"{source}: {self.context:,} answers are marked by {', '.join(FLAGS)}: not trained")
         return lines
 
-    def require_accepted(self, refused: int, last: Refused | None) -> None:
+    def require_accepted(self, refused: int, last: TemplateRefusal | None) -> None:
         """Raise ConfigError where the chat template refused more than half of the rows, with the last reason."""
         if last is not None and refused > self.rows / 2:
             raise ConfigError(f"the chat template cannot be used for {refused:,} of {self.rows:,} rows: {last}")
@@ -161,7 +161,7 @@ def _examples(chat: Chat, data: DataSection, context: int | None, counts: Counts
         except TooLongText:
             counts.leave_out(f"have more than {chat.longest:,} characters")
             continue
-        except Refused as error:
+        except TemplateRefusal as error:
             counts.leave_out(error.reason)
             refused, last = refused + 1, error
             if counts.rows >= REFUSED_FIRST:

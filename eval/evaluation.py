@@ -14,7 +14,7 @@ from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.distill.detokenize import IncrementalText
 from draftsmith.errors import ConfigError
 from draftsmith.eval.harness import CALIBRATION, Run
-from draftsmith.eval.journal import ACCEPTED, BONUS, CORRECTION, JOURNAL, KEPT, OWN, Cell, Journal, TextRecord
+from draftsmith.eval.journal import ACCEPTED, BONUS, CORRECTION, JOURNAL, KEPT, OWN, Cell, Journal, TextRecord, begun
 from draftsmith.eval.prompts import OVERALL, Prompt, PromptRows
 from draftsmith.eval.report import check_report_folder, summary_table, verdict, write_report
 from draftsmith.eval.results import ContextBin, Evaluation, Guard, PlainSpeeds, Row, Sample, row_of, series_of
@@ -316,7 +316,8 @@ def measure(
     rows = _validated(settings, out)
     with hold_folder("out", out):
         check_report_folder(out, settings)
-        session = load_session(settings, rows, trust_remote_code=trust_remote_code)
+        now = begun(out / JOURNAL)
+        session = load_session(settings, rows, trust_remote_code=trust_remote_code, now=now)
         evaluation = evaluate(
             session.target,
             session.drafters,

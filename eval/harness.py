@@ -21,7 +21,7 @@ from draftsmith.distill.chat_template import Chat
 from draftsmith.errors import ConfigError
 from draftsmith.eval.baseline import compare_with_generate, fastest_threads, threads
 from draftsmith.eval.journal import Cell, Journal, Place
-from draftsmith.eval.prompts import Batch, Prompt, batches, prompts_fingerprint
+from draftsmith.eval.prompts import Batch, Prompt, batches, prompts_fingerprint, time_of
 from draftsmith.eval.settings import BASELINE, Settings, Variant
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.earlier_texts import memories
@@ -107,6 +107,7 @@ class Run:
             "target": model_fingerprint(self.target),
             "drafters": {name: model_fingerprint(drafter) for name, drafter in self.drafters.items()},
             "prompts": prompts_fingerprint(self.prompts),
+            **time_of(self.prompts),
         }
 
     @property

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -274,6 +275,13 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def begun(path: Path) -> datetime | None:
+    """Return the time that the prompts of a journal show; None where there is no journal, or they show none."""
+    lines = whole_lines(path) if path.is_file() else []
+    now = lines[0]["run"].get("now") if lines else None
+    return None if now is None else checked(datetime, now, path)
+
+
 def kept(out: Path) -> str:
     """Return a clause about the measurements that the journal in `out` holds."""
     lines = whole_lines(out / JOURNAL) if (out / JOURNAL).is_file() else []
@@ -289,8 +297,10 @@ def require_same_run(
     require_same_settings(stored if isinstance(stored, dict) else {}, settings, out)
     for key, value in {"schema": SCHEMA, **fingerprints}.items():
         if (there := before.get(key)) != value:
+            dated = key in ("prompts", "now") and "now" in fingerprints
+            why = f" (the chat template shows the date, here of {fingerprints['now']})" if dated else ""
             raise ConfigError(
-                f"out={out} holds another run: {key}={there!r} there, {value!r} here; expected another folder"
+                f"out={out} holds another run: {key}={there!r} there, {value!r} here{why}; expected another folder"
             )
 
 

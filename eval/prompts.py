@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.distill.chat_template import LONGEST_TEXT, Chat, Refused, TooLongText, characters
+from draftsmith.distill.chat_template import LONGEST_TEXT, Chat, TemplateRefusal, TooLongText, characters
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.messages import ASSISTANT
 from draftsmith.distill.sources import Conversation, question, read_source
@@ -18,6 +19,7 @@ from draftsmith.names import EMBEDDED
 from draftsmith.provenance import fingerprint
 
 EMBEDDED_PROMPT_TOKENS = 48
+ANY_TIME = datetime(2000, 1, 1)
 UNCATEGORISED = "uncategorised"
 OVERALL = "all"
 """Category of the rows over all prompts."""
@@ -37,6 +39,10 @@ class Prompt:
     """The conversation of a prompt with several turns; None for one turn."""
     inputs: ProcessorInputs | None = field(default=None, compare=False, repr=False)
     """The processor's tensors of a prompt with images."""
+    now: datetime | None = None
+    """The time that a chat template shows; None for other templates."""
+    timeless: list[int] | None = None
+    """The token ids with another time, the same for every evaluation."""
 
     @property
     def turns(self) -> int:
@@ -49,6 +55,7 @@ class Prompt:
             return self
         assert asked is not None, "only prompts of several turns have answers"
         assert chat is not None
+        chat = chat if self.now is None else replace(chat, now=self.now)
         messages = list(asked.turns[0])
         for answer, turn in zip(answers, asked.turns[1:], strict=False):
             content = chat.answer(messages, asked, ids, answer)
@@ -102,12 +109,14 @@ class PromptRows:
         chat_template: str | None = None,
         template_options: dict[str, Any] | None = None,
         processor: Any = None,
+        now: datetime | None = None,
     ) -> tuple[list[Prompt], list[str]]:
         """Return at most `count` prompts as token ids (default: all of a file, 12 of the embedded text), and notes.
 
         Fewer prompts than rows are taken in turn from the categories, in the order of the file. Prompts whose first
         question fills a context of `context` tokens, and those that the chat template refuses, are left out, which a
-        note says. `processor`: the target's, for prompts with images.
+        note says. `processor`: the target's, for prompts with images. `now`: the time for chat templates that show it;
+        default: the current one.
 
         Raises:
             ConfigError: naming the line of a prompt that cannot be encoded, or of the first one where all are left out
@@ -117,14 +126,14 @@ class PromptRows:
             rows = embedded_prompts(tokenizer, "heldout", count or 12, EMBEDDED_PROMPT_TOKENS, seed=1)
             return [Prompt(row.id, row.category, row.input_ids) for row in rows], []
         longest = LONGEST_TEXT if context is None else characters(context)
-        chat = Chat(tokenizer, chat_template, template_options or {}, longest, processor)
+        chat = Chat(tokenizer, chat_template, template_options or {}, longest, processor, now=now or datetime.now())
         rows, prompts, unasked = _spread(self.rows, count), list[Prompt](), list[ConfigError]()
         for row in rows:
             try:
                 prompts.append(_tokens(row, chat, context))
-            except (TooLongText, Refused) as error:
+            except (TooLongText, TemplateRefusal) as error:
                 unasked.append(error)
-        refused = [error for error in unasked if isinstance(error, Refused)]
+        refused = [error for error in unasked if isinstance(error, TemplateRefusal)]
         if unasked and (not prompts or len(refused) > len(rows) / 2):
             raise refused[0] if len(refused) > len(rows) / 2 else unasked[0]
         return prompts, [left_out(len(unasked), len(rows), str(unasked[0]))] if unasked else []
@@ -138,9 +147,10 @@ def load_prompts(
     context: int | None = None,
     chat_template: str | None = None,
     template_options: dict[str, Any] | None = None,
+    now: datetime | None = None,
 ) -> list[Prompt]:
     """Return the prompts of `source`; see `PromptRows.read` and `PromptRows.encode` for arguments and errors."""
-    how: dict[str, Any] = {"chat_template": chat_template, "template_options": template_options}
+    how: dict[str, Any] = {"chat_template": chat_template, "template_options": template_options, "now": now}
     return PromptRows.read(source).encode(tokenizer, count=count, context=context, **how)[0]
 
 
@@ -188,9 +198,15 @@ def _spread(rows: list[_Row], count: int | None) -> list[_Row]:
 
 def _tokens(row: _Row, chat: Chat, context: int | None) -> Prompt:
     asked = row.asked
-    ids, inputs = chat.prompt_inputs(asked.asked, asked) if asked.images else (chat.prompt(asked), None)
+
+    def ids_with(chat: Chat) -> tuple[list[int], ProcessorInputs | None]:
+        return chat.prompt_inputs(asked.asked, asked) if asked.images else (chat.prompt(asked), None)
+
+    ids, inputs = ids_with(chat)
     turns = len(asked.turns)
     prompt = Prompt(row.id, row.category, ids, asked if turns > 1 else None, inputs)
+    if chat.shows_time:
+        prompt = replace(prompt, now=chat.now, timeless=ids_with(replace(chat, now=ANY_TIME))[0])
     if context is not None and len(ids) >= context:
         raise TooLongText(f"{asked.place}: prompt={len(ids)} tokens; expected fewer than the context of {context}")
     if not ids:
@@ -200,12 +216,19 @@ def _tokens(row: _Row, chat: Chat, context: int | None) -> Prompt:
 
 
 def prompts_fingerprint(prompts: Iterable[Prompt]) -> str:
-    """Return a fingerprint of everything in the prompts that decoded texts depend on."""
+    """Return a fingerprint of everything in the prompts that decoded texts depend on, but the time that they show."""
     asked: list[list[Any]] = []
     for p in prompts:
         images = [] if p.inputs is None else [inputs_fingerprint(p.inputs)]
-        asked.append([p.id, p.category, p.input_ids, None if p.conversation is None else p.conversation.turns, *images])
+        ids = p.input_ids if p.timeless is None else p.timeless
+        asked.append([p.id, p.category, ids, None if p.conversation is None else p.conversation.turns, *images])
     return fingerprint(asked)
+
+
+def time_of(prompts: Iterable[Prompt]) -> dict[str, str]:
+    """Return `now`, the time that the prompts show, for the first line of a journal; empty where they show none."""
+    times = [prompt.now for prompt in prompts if prompt.now is not None]
+    return {"now": times[0].isoformat()} if times else {}
 
 
 @dataclass(frozen=True)

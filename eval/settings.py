@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,7 @@ def load_session(
     trust_remote_code: bool = False,
     progress: bool = True,
     images: bool = False,
+    now: datetime | None = None,
 ) -> Session:
     """Load what validated settings name.
 
@@ -187,6 +189,7 @@ def load_session(
         rows: the prompts, from `PromptRows.read`; None for a session without prompts.
         progress: name the stage on stderr.
         images: load the target's processor; done in any case where `rows` have images.
+        now: see `PromptRows.encode`.
 
     Raises:
         ConfigError: for a target or a drafter that cannot be loaded, a policy with branches for a model that reads
@@ -204,8 +207,10 @@ def load_session(
             chat_template=template,
             template_options=options,
             processor=processor,
+            now=now,
         )
 
+    now = now or datetime.now()  # prompts may be encoded twice
     images = images or (rows is not None and rows.images)
     processor = load_processor(settings.target, trust_remote_code=trust_remote_code) if images else None
     prompts, left_out, limit = list[Prompt](), list[str](), None

@@ -153,7 +153,8 @@ class AnswerReader:
     def add(self, asked: Asked, answer: Answer, path: str) -> None:
         """Append the answer of a route to the conversation; `NoTokens` if its tokens are not known for certain."""
         if answer.same_prompt is False:
-            raise NoTokens("have prompts of which the server makes other tokens than the tokenizer's chat template")
+            dated = ", which shows the date" if self.chat.shows_time else ""
+            raise NoTokens(f"have prompts of which the server makes other tokens than the chat template{dated}")
         message: Message = {"role": ASSISTANT, "content": answer.text}
         if answer.reasoning and self.thinking:
             message["reasoning_content"] = answer.reasoning

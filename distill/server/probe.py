@@ -3,12 +3,14 @@
 import asyncio
 import itertools
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import torch
 from datasets import Dataset
 from transformers import PreTrainedModel
 
+from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.conversation import Asked
 from draftsmith.distill.server.answers import COMPLETION, Accepts, Answer, AnswerReader, NoTokens
 from draftsmith.distill.server.client import RequestFailed, ServerClient
@@ -128,6 +130,13 @@ async def _probe(
         raise ConfigError(f"server does not answer the {what} ({error}); expected an answer") from error
 
 
+def _date(chat: Chat) -> str:
+    """Return an addition to an error where prompts may differ because the chat template shows the date."""
+    if not chat.shows_time:
+        return ""
+    return f" on the same day: the template shows the date, here of {chat.now or datetime.now():%Y-%m-%d}"
+
+
 def _require_target(
     sampler: ServerSampler, answers: list[tuple[Asked, Answer]], url: str, model: PreTrainedModel | None
 ) -> None:
@@ -139,7 +148,7 @@ def _require_target(
             counted = answer.usage.get("prompt_tokens")
             raise ConfigError(
                 f"server {url} reads a prompt of {len(asked.prompt)} tokens as others ({counted} tokens); expected the "
-                "target's tokenizer and chat template (chat_template, template_options)"
+                f"target's tokenizer and chat template (chat_template, template_options){_date(sampler.chat)}"
             )
         if answer.reasoning and (answer.tokens is None or not thinking):
             continue  # the answer is cut inside the thinking

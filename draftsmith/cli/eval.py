@@ -16,6 +16,7 @@ from draftsmith.cli.options import (
     settings_of,
     suggest,
     taking,
+    template_words,
 )
 from draftsmith.errors import ConfigError
 from draftsmith.names import EMBEDDED
@@ -128,6 +129,7 @@ def serve(
     console.print(f"report: {out / 'report.md'}")
     served = ["--target", target, "--model", model]
     served += ["--prompts", settings.prompts] if settings.prompts != EMBEDDED else []
+    served += template_words(settings)
     if baseline is None:
         beside = ["--baseline", "URL_WITHOUT_DRAFTER", "--out", f"{out}-beside"]
         return suggest("draftsmith", "eval", "server", address, *served, *beside)

@@ -236,11 +236,18 @@ def measuring(command: str, settings: "PairSettings", drafters: Iterable[str] | 
     words = [command, "--target", settings.target, *(word for one in chosen for word in ("--drafter", one))]
     words += ["--prompts", settings.prompts] if settings.prompts != EMBEDDED else []
     words += ["--dtype", settings.dtype] if settings.dtype != DTYPES[0] else []
-    images = [] if command == "forecast" else ["images"]
-    for name in ("attn_implementation", "chat_template", *images):
-        if (value := getattr(settings, name)) is not None:
-            words += [f"--{name.replace('_', '-')}", value]
+    if settings.attn_implementation is not None:
+        words += ["--attn-implementation", settings.attn_implementation]
+    words += template_words(settings)
+    if settings.images is not None and command != "forecast":
+        words += ["--images", settings.images]
     words += ["--invariant"] if settings.invariant and command != "forecast" else []
+    return words
+
+
+def template_words(settings: "PairSettings") -> list[str]:
+    """Return the words that set the chat template and its variables."""
+    words = [] if settings.chat_template is None else ["--chat-template", settings.chat_template]
     for name, value in settings.template_options.items():
         words += ["--template-option", f"{name}={json.dumps(value)}"]
     return words

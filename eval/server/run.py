@@ -1,6 +1,7 @@
 """`draftsmith eval server`: validate, measure one or two servers, and write the report."""
 
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from draftsmith.distill.load_target import load_tokenizer
 from draftsmith.distill.server.client import served_at
 from draftsmith.errors import ConfigError
 from draftsmith.eval.compare import MATTER_SERVED
-from draftsmith.eval.journal import KEPT, Journal
-from draftsmith.eval.prompts import PromptRows, prompts_fingerprint
+from draftsmith.eval.journal import KEPT, Journal, begun
+from draftsmith.eval.prompts import PromptRows, prompts_fingerprint, time_of
 from draftsmith.eval.report import interval
 from draftsmith.eval.results import EVALUATION, Evaluation, ServerRow, read_evaluation
 from draftsmith.eval.server.measure import Batches, Condition, CounterRoutes, ServerRun, measure_in_turns, series_of
@@ -53,10 +54,10 @@ def measure_server(
         urls = [server.base_url, *([baseline] if is_address(baseline) else [])]
         limits = [context_limit(config), *(served.context for served in served_at(urls, server.model))]
         context = min((limit for limit in limits if limit is not None), default=None)
-        prompts, left_out = rows.encode(
-            tokenizer, count=settings.count, context=context, chat_template=template, template_options=options
-        )
-        chat = Chat(tokenizer, template, options)
+        now = begun(out / JOURNAL) or datetime.now()
+        how = {"chat_template": template, "template_options": options, "now": now}
+        prompts, left_out = rows.encode(tokenizer, count=settings.count, context=context, **how)
+        chat = Chat(tokenizer, template, options, now=now)
         (name,) = settings.drafters
         identity = {"prompts": prompts_fingerprint(prompts), "drafters": {}}
         run, alone = ServerRun(server, settings, chat, context, prompts), dict[Condition, Series]()
@@ -65,7 +66,8 @@ def measure_server(
             runs[BASELINE[0]] = replace(run, server=server.model_copy(update={"url": baseline}))
         elif baseline is not None:
             alone = _stored_baseline(baseline, run, identity["prompts"])
-        found = measure_in_turns(runs, Journal(out / JOURNAL), {"prompts": identity["prompts"], "servers": urls})
+        asked = {"prompts": identity["prompts"], "servers": urls, **time_of(prompts)}
+        found = measure_in_turns(runs, Journal(out / JOURNAL), asked)
         measured = found.pop(name)
         for other in found.values():
             alone = {place: series_of(BASELINE, place, run.units(place[1]), of) for place, of in other.items()}

@@ -54,7 +54,7 @@ def test_a_whole_evaluation(
         "--drafter",
         f"self={tiny_target_folder}",
     ]
-    call += ["--prompts", prompts, "--max-new-tokens", 20, "--repeats", 2, "--out", out]
+    call += ["--prompts", prompts, "--chat-template", "plain", "--max-new-tokens", 20, "--repeats", 2, "--out", out]
     assert run(*call) == 0
     written = json.loads((out / "eval.json").read_text())
     assert written["schema"] == 2
@@ -117,6 +117,7 @@ def test_compiled_and_invariant_variants(
     """The texts are those of other passes, and no pass is compiled during a measurement that counts."""
     monkeypatch.setitem(graphs.OPTIONS, "cpu", {"backend": "eager"})  # traced, without minutes of compilation
     call = ["eval", "--target", tiny_target_folder, "--drafter", "early-exit:layers=1", "--prompts", prompts]
+    call += ["--chat-template", "plain"]
     call += ["--max-new-tokens", 6, "--repeats", 1, "--temperature", 0, "--gamma", 2]
     built: list[int] = []
     add = Journal.add
@@ -158,6 +159,7 @@ def test_a_killed_run_continues_and_ends_as_if_nothing_had_been(
 ) -> None:
     """SIGKILL while cells are being written, and a torn line on top of it."""
     call = ["eval", "--target", tiny_target_folder, "--drafter", "early-exit:layers=1", "--prompts", prompts]
+    call += ["--chat-template", "plain"]
     call += ["--max-new-tokens", 12, "--repeats", 2, "--batch-size", 2, "--gamma", 2]
     out, whole = tmp_path / "killed", tmp_path / "whole"
     journal = out / "cells.jsonl"
@@ -259,7 +261,34 @@ def test_questions_go_through_the_template_that_is_named(
 ) -> None:
     template = tmp_path / "own.jinja"
     template.write_text("{{ raise_exception('asked in mode ' + mode) }}")
+    prompts.write_text('{"turns": ["hello"]}')
     call = ["eval", "--target", tiny_target_folder, "--drafter", "suffix", "--prompts", prompts]
     call += ["--chat-template", template, "--template-option", "mode=m"]
     assert run(*call, "--out", tmp_path / "out") == 2
     assert "the chat template refuses it (asked in mode m)" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("pictures_of_a_pixel")
+def test_evaluations_whose_template_shows_the_time_are_continued_and_compared(
+    tmp_path: Path, tiny_target_folder: Path, prompts: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The journal's begin is the time of all prompts, later turns included; another time is the same prompt set."""
+    template, out = tmp_path / "dated.jinja", tmp_path / "one"
+    prompts.write_text("".join(json.dumps({"turns": [letter, "again"]}) + "\n" for letter in "abc"))
+    template.write_text("{{ strftime_now('%f') }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    call = ["eval", "--target", tiny_target_folder, "--drafter", "suffix", "--prompts", prompts, "--temperature", 0]
+    call += ["--chat-template", template, "--repeats", 1, "--max-new-tokens", 6]
+    assert run(*call, "--out", out) == 0
+    lines = (out / "cells.jsonl").read_bytes().splitlines(keepends=True)
+    before = _texts(out / "cells.jsonl")
+    kept = [line for line in lines if b'{"cell"' not in line]
+    (out / "cells.jsonl").write_bytes(b"".join(kept))
+    assert run(*call, "--out", out) == 0, capsys.readouterr().err
+    assert _texts(out / "cells.jsonl") == before
+    assert run(*call, "--out", tmp_path / "two") == 0
+    assert run("eval", "compare", out, tmp_path / "two") == 0, capsys.readouterr().err
+    now = json.loads(lines[0])["run"]["now"]
+    (out / "cells.jsonl").write_bytes(b"".join(lines).replace(f', "now": "{now}"'.encode(), b""))
+    assert run(*call, "--out", out) == 2
+    assert "now=None there" in (said := capsys.readouterr().err)
+    assert "the chat template shows the date" in said

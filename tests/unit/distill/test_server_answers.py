@@ -148,7 +148,7 @@ def test_thinking_is_kept_or_left_out() -> None:
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (Answer("cd", "stop", same_prompt=False), "other tokens than the tokenizer's chat template"),
+        (Answer("cd", "stop", same_prompt=False), "other tokens than the chat template"),
         (Answer("cd", "stop", tokens=[*ids("ce"), EOS]), "another text"),
         (Answer("cd", "stop", tokens=[64]), "beyond the tokenizer's 64"),
         (Answer("c d", "stop"), "another text after tokenising them again"),

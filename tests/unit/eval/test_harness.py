@@ -20,7 +20,16 @@ from draftsmith.heads import Medusa
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.earlier_texts import Recall
 
-SETTINGS = Settings("t", {"d": "x"}, "p", max_new_tokens=6, draft_lengths=(2,), repeats=2, temperatures=(0.0, 1.0))
+SETTINGS = Settings(
+    "t",
+    {"d": "x"},
+    "p",
+    max_new_tokens=6,
+    draft_lengths=(2,),
+    repeats=2,
+    temperatures=(0.0, 1.0),
+    chat_template="plain",
+)
 
 
 def _prompt(name: str, tokenizer: PreTrainedTokenizerFast, *turns: str, category: str = "c") -> Prompt:
