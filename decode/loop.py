@@ -289,8 +289,8 @@ def _moved_up(rows: list[int]) -> list[int]:
 
 
 def _shared(drafter: Drafter, vocabulary: int) -> tuple[int, int] | None:
-    """Return (shared tokens, size of the target's vocabulary) where the drafter's has another size."""
-    if drafter.vocab_size in (None, vocabulary):
+    """Return (tokens that the drafter may draft, size of the target's vocabulary), where it may not draft all."""
+    if drafter.vocab_size is None or drafter.shared_vocabulary is None:
+        assert drafter.vocab_size in (None, vocabulary), "`SpeculativeDecoder` refuses other vocabularies"
         return None
-    assert drafter.shared_vocabulary is not None, "`SpeculativeDecoder` refuses other vocabularies"
     return drafter.shared_vocabulary, vocabulary

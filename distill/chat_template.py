@@ -8,6 +8,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from draftsmith.distill.messages import ASSISTANT, Message, as_parts, images_in,
 from draftsmith.distill.sources import Conversation, mask_spans
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.hidden_states import ProcessorInputs, inputs_fingerprint
+from draftsmith.heads.model_config import known_tokens
 from draftsmith.names import PLAIN, TEMPLATES
 from draftsmith.provenance import encoding_fingerprint, tokenizer_fingerprint
 from draftsmith.reading import read_text
@@ -71,6 +73,8 @@ class Encoded:
 
     input_ids: list[int]
     spans: list[Span]
+    masked: int = 0
+    """Tokens of the answers that are not trained, because the tokenizer has no such id."""
 
     @property
     def trained(self) -> int:
@@ -88,6 +92,7 @@ class Chat:
         processor: the target's, for messages with images.
         ends: tokens that end the target's answers, besides the tokenizer's EOS.
         now: the time for templates that show it; default: when they are rendered.
+        vocab_size: ids that the target reads, of which the tokenizer may have fewer; default: the tokenizer's.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -97,6 +102,7 @@ class Chat:
     processor: Any = None
     ends: frozenset[int] = frozenset()
     now: datetime | None = None
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.template is not None:
@@ -109,6 +115,11 @@ class Chat:
         """Return the settings on which the tokens of a conversation depend; for cache keys."""
         template = str(self.tokenizer.chat_template)
         return [encoding_fingerprint(self.tokenizer), template, self.options, sorted(self.ends)]
+
+    @cached_property
+    def known(self) -> int:
+        """The number after the tokenizer's last id."""
+        return known_tokens(self.tokenizer)
 
     @property
     def shows_time(self) -> bool:
@@ -224,7 +235,8 @@ class Chat:
         if whole.spans == [] and not whole.text and not whole.messages:
             return []
         if whole.input_ids is not None and whole.tokenizer in (None, tokenizer_fingerprint(self.tokenizer)):
-            return [_checked(whole, len(self.tokenizer))]
+            sample = _checked(whole, self.vocab_size or self.known, self.known)
+            return [sample] if sample.spans else []
         if not whole.messages:
             return [self._text(whole, prompt_tokens)]
         if not whole.answers:
@@ -421,15 +433,24 @@ def _unanswered(place: str) -> ConfigError:
     )
 
 
-def _checked(whole: Conversation, vocab_size: int) -> Encoded:
-    """Return the tokens and spans of a file; ConfigError if they are not valid."""
+def _checked(whole: Conversation, vocab_size: int, known: int) -> Encoded:
+    """Return the tokens and spans of a file, the latter without ids from `known` on; ConfigError for invalid ones."""
     ids, spans = whole.input_ids or [], whole.spans or []
     good = _whole_numbers(ids) and isinstance(spans, list) and len(spans) > 0 and all(map(_whole_numbers, spans))
     if not good or any(len(span) != 2 or not 0 < span[0] < span[1] <= len(ids) for span in spans):
         raise ConfigError(f"{whole.place}: spans={spans}; expected [start, end] inside its 'input_ids'")
     if not all(0 <= token < vocab_size for token in ids):
         raise ConfigError(f"{whole.place}: input_ids={ids}; expected token ids below {vocab_size}")
-    return Encoded(ids, spans)
+    trained = without_unknown(ids, spans, known)
+    return Encoded(ids, trained, masked=sum(b - a for a, b in spans) - sum(b - a for a, b in trained))
+
+
+def without_unknown(ids: list[int], spans: list[Span], known: int) -> list[Span]:
+    """Return the spans without ids from `known` on."""
+    trained = [False] * len(ids)
+    for start, end in spans:
+        trained[start:end] = [token < known for token in ids[start:end]]
+    return mask_spans(trained)
 
 
 def _whole_numbers(values: Any) -> bool:

@@ -57,6 +57,8 @@ class Counts:
     """Number of samples by reason."""
     context: int = 0
     """Number of answers that the data marks as not trained."""
+    masked: int = 0
+    """Number of their tokens that are not in the tokenizer."""
 
     def leave_out(self, reason: str) -> None:
         self.left_out[reason] = self.left_out.get(reason, 0) + 1
@@ -73,6 +75,8 @@ class Counts:
             lines.append(f"{source}: {more:,} of {self.rows:,} for other reasons: left out")
         if self.context:
             lines.append(f"{source}: {self.context:,} answers are marked by {', '.join(FLAGS)}: not trained")
+        if self.masked:
+            lines.append(f"{source}: {self.masked:,} tokens of answers are not in the tokenizer: not trained")
         return lines
 
     def require_accepted(self, refused: int, last: TemplateRefusal | None) -> None:
@@ -181,6 +185,7 @@ def _examples(chat: Chat, data: DataSection, context: int | None, counts: Counts
             if reason is not None:
                 counts.leave_out(reason)
                 continue
+            counts.masked += sample.masked
             yield {
                 "input_ids": sample.input_ids,
                 "spans": sample.spans,

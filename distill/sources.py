@@ -26,7 +26,7 @@ from draftsmith.distill.messages import (
     unpacked,
 )
 from draftsmith.errors import ConfigError, reason_of
-from draftsmith.names import KNOWN, TABLES, prompts_look_local
+from draftsmith.names import KNOWN, TABLES, prompts_look_local, require_cached_prompts
 from draftsmith.reading import parse_json
 
 ANSWERS = ("response", "completion", "answer", "output", "chosen")
@@ -333,6 +333,7 @@ def _folder(path: Path) -> Iterator[Row]:
 
 
 def _hub(name: str, subset: str | None, split: str) -> Iterator[Row]:
+    require_cached_prompts(name, "prompts")
     yield from _numbered(name, _load(name, name, subset, split=split))
 
 

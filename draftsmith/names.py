@@ -117,24 +117,63 @@ def require_cached_without_hub(name: str, key: str) -> None:
 
     The Hub's client would repeat each request five times, with growing pauses.
     """
-    if name == EMBEDDED or Path(name).expanduser().exists() or name.endswith(GGUF):
+    if name == EMBEDDED or Path(name).expanduser().exists() or (name.endswith(GGUF) and not is_hub_gguf(name)):
         return
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    why = "is not asked (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else _hub_problem(constants.ENDPOINT)
+    why = _why_not_asked()
     if why is None:
         return
     repo, _, revision = name.partition("@")
+    repo, file = repo.rsplit("/", 1) if is_hub_gguf(name) else (repo, "config.json")
     try:
-        cached = try_to_load_from_cache(repo, "config.json", revision=revision or None)
+        cached = try_to_load_from_cache(repo, file, revision=revision or None)
     except HFValidationError as error:
         raise ConfigError(f"{key}={name}; expected a local folder or a Hub id, and it is neither") from error
     if not isinstance(cached, str):
         raise ConfigError(f"{key}={name}: no such folder, not in the Hub's cache, and {constants.ENDPOINT} {why}")
-    if not constants.HF_HUB_OFFLINE:
-        print(f"note: {constants.ENDPOINT} {why}; what is cached is used", file=sys.stderr)
-        os.environ["HF_HUB_OFFLINE"], constants.HF_HUB_OFFLINE = "1", True
+    _use_the_cache(why)
+
+
+def require_cached_prompts(name: str, key: str) -> None:
+    """As `require_cached_without_hub`, for prompts: a data set of the Hub is in the cache of `datasets`."""
+    if prompts_look_local(name) or Path(name).expanduser().exists():
+        return
+    from huggingface_hub import constants
+
+    why = _why_not_asked()
+    if why is None:
+        return
+    cache = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets").expanduser()
+    folders = [folder.name for folder in cache.iterdir()] if cache.is_dir() else []
+    if not any(_letters(folder) == _letters(name) for folder in folders):
+        raise ConfigError(f"{key}={name}: no such file, not in the cache of data sets, and {constants.ENDPOINT} {why}")
+    _use_the_cache(why)
+
+
+def _letters(name: str) -> str:
+    """Return what the name of a data set and that of its folder in the cache have in common."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _why_not_asked() -> str | None:
+    """Return why the Hub gives no answer; None if it does."""
+    from huggingface_hub import constants
+
+    return "is not asked (HF_HUB_OFFLINE)" if constants.HF_HUB_OFFLINE else _hub_problem(constants.ENDPOINT)
+
+
+def _use_the_cache(why: str) -> None:
+    """Let the libraries read their caches, without asking the Hub again."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    print(f"note: {constants.ENDPOINT} {why}; what is cached is used", file=sys.stderr)
+    os.environ["HF_HUB_OFFLINE"], constants.HF_HUB_OFFLINE = "1", True
+    if (datasets := sys.modules.get("datasets.config")) is not None:
+        vars(datasets)["HF_HUB_OFFLINE"] = True
 
 
 @cache

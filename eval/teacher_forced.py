@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.decode.drafts.builder import fitted
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.distill.teacher import Batch, OnlineTeacher, TargetHead
 from draftsmith.errors import ConfigError
@@ -325,13 +326,12 @@ def _rows(
 ) -> Rows:
     states_ND = entry.hidden_BTD[states_N] if entry.places_N is not None else entry.hidden_BTD[rows_N, states_N]
     p_NV, logits_ND = lm_head(signals.hidden_BTH[rows_N, targets_N]), entry.head(states_ND)
-    known = logits_ND.shape[1] if drafter.shared_vocabulary is None else drafter.shared_vocabulary
-    tokens = slice(known) if entry.vocabulary_D is None else entry.vocabulary_D
-    if logits_ND.shape == p_NV.shape and entry.vocabulary_D is None and drafter.shared_vocabulary is None:
-        q_NV = logits_ND
-    else:
+    known, q_NV = drafter.shared_vocabulary, logits_ND
+    if entry.vocabulary_D is not None:
         q_NV = logits_ND.new_full(p_NV.shape, -torch.inf)
-        q_NV[:, tokens] = logits_ND[:, :known]
+        q_NV[:, entry.vocabulary_D] = logits_ND
+    if known is not None:
+        q_NV = fitted(q_NV, (known, p_NV.shape[1]))
     labels_N = signals.input_ids_BT[rows_N, targets_N + 1]
     sure_N = None if entry.confidence is None else entry.confidence(states_ND).sigmoid()
     return Rows(p_NV, q_NV, labels_N, sure_N)

@@ -247,11 +247,16 @@ class Drafter(nn.Module):
     shared_tensors: tuple[str, ...] = ()
     """The target's tensors in the speculators file that it was read from; an export in that layout has them, too."""
     shared_vocabulary: int | None = None
-    """Number of tokens shared with the target, where the padded vocabularies differ in size."""
+    """Number of tokens that it may draft: those of the tokenizer, where a vocabulary is padded to a larger size."""
     max_draft_length: int | None = None
     """Depth of the longest draft that it has logits for; None when there is no limit."""
     only_retrieves: bool = False
     """It retrieves whole drafts and computes no logits, so policies do not apply."""
+
+    def limit_vocabulary(self, tokens: int) -> None:
+        """Never draft ids from `tokens` on."""
+        if self.vocab_size is None or tokens < self.vocab_size:
+            self.shared_vocabulary = min(tokens, self.shared_vocabulary or tokens)
 
     @property
     def language_model(self) -> PreTrainedModel | None:

@@ -31,7 +31,7 @@ from draftsmith.heads.configs import is_named, parse_named
 from draftsmith.heads.draft_model import DraftModel, EarlyExit
 from draftsmith.heads.lm_head import DraftVocabulary
 from draftsmith.heads.lora import merged_state
-from draftsmith.heads.model_config import text_config
+from draftsmith.heads.model_config import known_tokens, text_config
 from draftsmith.heads.untrusted import (
     LONGEST_DRAFT,
     StoredDrafter,
@@ -156,7 +156,10 @@ def load_drafter(
         ConfigError: for a missing folder, a damaged file, or a drafter of another target.
     """
     if is_named(str(path_or_repo)) and not Path(path_or_repo).is_dir():
-        return drafter_named(str(path_or_repo), target, lambda path: load_drafter(path, target, tokenizer))
+        drafter = drafter_named(str(path_or_repo), target, lambda path: load_drafter(path, target, tokenizer))
+        if tokenizer is not None:
+            drafter.limit_vocabulary(known_tokens(tokenizer))
+        return drafter
     folder = local_folder(str(path_or_repo), revision)
     config, stored = read_config(folder, path_or_repo)
     if stored is not None:
@@ -172,6 +175,8 @@ def load_drafter(
             f"drafter={path_or_repo} has a vocabulary of {drafter.vocab_size}; expected the target's {wanted}, or "
             "the target's tokenizer to show that only the padding differs"
         )
+    if tokenizer is not None:
+        drafter.limit_vocabulary(known_tokens(tokenizer))
     parameter = next(target.parameters())
     drafter.draft_length_hint = stored.draft_length if stored else drafter.draft_length_hint
     if (drafter.draft_length_hint or 1) > LONGEST_DRAFT:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.errors import ConfigError
 
@@ -17,6 +17,11 @@ from draftsmith.errors import ConfigError
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
     """Return the config of the model's text decoder, which for most models is the model's config."""
     return model.config.get_text_config(decoder=True)
+
+
+def known_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number after the last id of a tokenizer; models pad their vocabulary, and may sample larger ids."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def layer_value(config: PreTrainedConfig, name: str, layer: int = 0) -> Any:

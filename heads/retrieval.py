@@ -173,8 +173,9 @@ class Retrieval(Drafter):
         length, tokens = index.propose(min(room, self._draft_length))
         if length < self.min_match:
             return length, Draft()
-        if SEPARATOR in tokens:
-            tokens = tokens[: tokens.index(SEPARATOR)]
+        most = self.shared_vocabulary
+        ends = (n for n, token in enumerate(tokens) if token == SEPARATOR or (most is not None and token >= most))
+        tokens = tokens[: next(ends, len(tokens))]
         return length, Draft.chain(tokens[: max(1, round(self.factor * length))])
 
     def drop(self, rows: list[int]) -> None:
@@ -226,6 +227,10 @@ class Hybrid(Drafter):
         self.max_draft_length, self.target_quality = drafter.max_draft_length, drafter.target_quality
         self.model = getattr(drafter, "model", None)
         self.needs = drafter.needs
+
+    def limit_vocabulary(self, tokens: int) -> None:
+        super().limit_vocabulary(tokens)
+        self.retrieval.limit_vocabulary(tokens)
 
     def start(self, context: Context) -> None:
         super().start(context)

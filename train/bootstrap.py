@@ -29,9 +29,9 @@ from draftsmith.heads.flat_rows import read_flat, recompute_activations
 from draftsmith.heads.hidden_states import layers_of
 from draftsmith.heads.lm_head import checked_size, logits_map
 from draftsmith.heads.lora import check_lora
-from draftsmith.heads.model_config import start_token
+from draftsmith.heads.model_config import known_tokens, start_token
 from draftsmith.storage import hold_cache
-from draftsmith.train.data import TrainingData, frequent_tokens, logit_count, prepare_data
+from draftsmith.train.data import TrainingData, frequent_tokens, logit_count, prepare_data, say_coverage, token_counts
 from draftsmith.train.engine import Engine
 from draftsmith.train.launch import RunContext, autocast, precision
 from draftsmith.train.optimizers import OPTIMIZERS, Optimizers, Sizes, Trained, adapters_optimizer
@@ -112,9 +112,13 @@ def load_parts(context: RunContext) -> Parts:
     quantization = None
     if recipe.target.quantization is not None:
         quantization = quantization_effect(context, target, data.rows)
-    if (vocabulary := drafter.draft_vocabulary) is not None and recipe.start_from is None:
+    if (vocabulary := drafter.draft_vocabulary) is not None:
         rows = data.rows.select(range(data.trained))
-        drafter.choose_tokens(target.model, frequent_tokens(rows, len(vocabulary), target, context.console))
+        if recipe.start_from is None:
+            drafter.choose_tokens(target.model, frequent_tokens(rows, len(vocabulary), target, context.console))
+        else:
+            counts_V = token_counts(rows, logit_count(target.model))
+            say_coverage(counts_V, vocabulary.tokens_D.tolist(), context.console)
     return Parts(target, drafter, draft_length, data, make_teacher(context, target.model, drafter, data), quantization)
 
 
@@ -126,6 +130,7 @@ def make_drafter(recipe: Recipe, target: LoadedTarget) -> TrainableDrafter:
     """
     HEADS[recipe.drafter.type].require_tokenizer(target.tokenizer, **recipe.drafter_options())
     fresh = new_drafter(recipe, target.model)
+    fresh.limit_vocabulary(known_tokens(target.tokenizer))
     return fresh if recipe.start_from is None else _started(recipe, recipe.start_from, target, fresh)
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from datasets import Dataset, concatenate_datasets
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.chat_template import Chat, without_unknown
 from draftsmith.distill.data_section import SELF, DataSection
 from draftsmith.distill.dataset import (
     HeldOut,
@@ -28,7 +28,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.hidden_states import ProcessorInputs, extended, inputs_for
 from draftsmith.heads.lm_head import most_frequent, weight_of
-from draftsmith.heads.model_config import context_limit, eos_tokens
+from draftsmith.heads.model_config import context_limit, eos_tokens, known_tokens, text_config
 from draftsmith.names import EMBEDDED
 from draftsmith.provenance import fingerprint, fingerprint_of_numbers
 from draftsmith.train.launch import RunContext
@@ -91,7 +91,8 @@ def chat_of(data: DataSection, target: LoadedTarget) -> Chat:
         ConfigError: where the target is to answer every turn and has no chat template.
     """
     ends = eos_tokens(target.model.config, target.model.generation_config)
-    chat = Chat(target.tokenizer, data.chat_template, data.template_options, processor=target.processor, ends=ends)
+    how = {"processor": target.processor, "ends": ends, "vocab_size": text_config(target.model).vocab_size}
+    chat = Chat(target.tokenizer, data.chat_template, data.template_options, **how)
     if data.every_turn and not target.tokenizer.chat_template:
         raise ConfigError("data.turns='all' with a tokenizer without a chat template; expected 'first', or a template")
     return chat
@@ -114,6 +115,20 @@ def prepare_data(context: RunContext, target: LoadedTarget, drafter: Drafter) ->
         questions, rows = rows, _with_images(_sampled(context, chat, target, drafter, rows), rows)
     rows, validation = _packed(_readable(rows, target, console), data, console)
     return TrainingData(rows, heldout, questions, states, validation)
+
+
+def _known(rows: Dataset, tokenizer: PreTrainedTokenizerBase, console: Console) -> Dataset:
+    """Return sampled rows of which no token is trained that is not in the tokenizer."""
+    known = known_tokens(tokenizer)
+    spans = [without_unknown(ids, own, known) for ids, own in zip(rows["input_ids"], rows["spans"], strict=True)]
+    before, after = (sum(b - a for own in of for a, b in own) for of in (rows["spans"], spans))
+    if before == after:
+        return rows
+    console.say(f"data: {before - after:,} of {before:,} sampled tokens are not in the tokenizer: not trained")
+    kept = [index for index, own in enumerate(spans) if own]
+    if not kept:
+        raise ConfigError("data.prompts: no response has a token of the tokenizer; expected the target's own tokenizer")
+    return rows.select(kept).remove_columns("spans").add_column("spans", [spans[index] for index in kept])
 
 
 def _read(context: RunContext, chat: Chat, target: LoadedTarget) -> tuple[Dataset, "StateFiles | None"]:
@@ -186,7 +201,11 @@ def _with_images(rows: Dataset, questions: Dataset) -> Dataset:
 
 
 def _readable(rows: Dataset, target: LoadedTarget, console: Console) -> Dataset:
-    """Return the rows that the target reads whole: their responses contain no placeholder of an image."""
+    """Return the rows that the target reads whole, in which only tokens of the tokenizer are trained.
+
+    Their responses contain no placeholder of an image.
+    """
+    rows = _known(rows, target.tokenizer, console)
     if target.processor is None or "images" not in rows.column_names:
         return rows
     image = getattr(target.processor, "image_token_id", None)
@@ -285,12 +304,18 @@ def token_counts(rows: Dataset, vocab_size: int) -> Tensor:
 
 def frequent_tokens(rows: Dataset, size: int, target: LoadedTarget, console: Console) -> list[int]:
     """Return the `size` most frequent tokens of the responses, always with EOS, and print the share they cover."""
-    vocab_size, eos = logit_count(target.model), target.tokenizer.eos_token_id
-    counts_V = token_counts(rows, vocab_size)
-    tokens = most_frequent(counts_V, size, always=(eos,) if isinstance(eos, int) else ())
-    covered = float(counts_V[tokens].sum() / counts_V.sum())
-    console.say(f"draft vocabulary: {size:,} of {vocab_size:,} tokens, {covered:.2%} of the responses")
+    counts_V, eos = token_counts(rows, logit_count(target.model)), target.tokenizer.eos_token_id
+    ranked_V = counts_V.clone()
+    ranked_V[known_tokens(target.tokenizer) :] = -1
+    tokens = most_frequent(ranked_V, size, always=(eos,) if isinstance(eos, int) else ())
+    say_coverage(counts_V, tokens, console)
     return tokens
+
+
+def say_coverage(counts_V: Tensor, tokens: list[int], console: Console) -> None:
+    """Print which share of the responses a draft vocabulary covers; `counts_V`: see `token_counts`."""
+    covered = float(counts_V[tokens].sum() / counts_V.sum())
+    console.say(f"draft vocabulary: {len(tokens):,} of {len(counts_V):,} tokens, {covered:.2%} of the responses")
 
 
 def heldout_prompts(source: str, chat: Chat, target: LoadedTarget, recipe: Recipe) -> list[HeldOut]:

@@ -48,7 +48,8 @@ def preview(target: str, data: DataSection, *, show: int, trust_remote_code: boo
     """Print the first samples with trained tokens marked, the number of samples left out, and statistics of lengths."""
     tokenizer, config = load_tokenizer(target, trust_remote_code=trust_remote_code)
     ends = load_ends(target, trust_remote_code=trust_remote_code)
-    chat = Chat(tokenizer, data.chat_template, data.template_options, ends=ends)
+    size = config.get_text_config(decoder=True).vocab_size
+    chat = Chat(tokenizer, data.chat_template, data.template_options, ends=ends, vocab_size=size)
     console = Terminal()
     notes: list[str] = []
     # Without answers, the recipe decides how long responses will be.

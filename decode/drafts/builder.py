@@ -40,7 +40,7 @@ class DraftBuilder:
         self.may_empty = processors.may_empty
         self._sequence, self._processors = sequence, processors
         self._shared = shared
-        """(shared tokens, size of the target's vocabulary), where the vocabularies are padded to different sizes."""
+        """(tokens that the drafter may draft, size of the target's vocabulary), where it may not draft all."""
         self.slots: dict[int, int] = {}
         """For each node that the drafter has read, its number in the order in which it was read, with padding."""
         self.kept: list[int] | None = None
@@ -147,10 +147,10 @@ def probabilities(
 
 
 def fitted(logits_nV: Tensor, shared: tuple[int, int] | None) -> Tensor:
-    """Return logits over the target's vocabulary: -inf for tokens that the drafter does not share."""
+    """Return logits [..., V] over the target's vocabulary: -inf for tokens that the drafter may not draft."""
     if shared is None:
         return logits_nV
     tokens, vocabulary = shared
-    fitted_nV = logits_nV.new_full((logits_nV.shape[0], vocabulary), -torch.inf)
-    fitted_nV[:, :tokens] = logits_nV[:, :tokens]
+    fitted_nV = logits_nV.new_full((*logits_nV.shape[:-1], vocabulary), -torch.inf)
+    fitted_nV[..., :tokens] = logits_nV[..., :tokens]
     return fitted_nV

@@ -33,7 +33,7 @@ class Proposer:
     length: int | None
     """Of all drafts that are not retrieved; None where it depends on q."""
     shared: tuple[int, int] | None = None
-    """(shared tokens, size of the target's vocabulary), where the vocabularies are padded to different sizes."""
+    """(tokens that the drafter may draft, size of the target's vocabulary), where it may not draft all."""
 
     def propose(
         self, texts: Sequence[DecodeSequence], rooms: Counts, draws: Draws | None, committed: CommittedTokens | None
@@ -81,10 +81,10 @@ class Proposer:
         """
         assert self.length is not None
         logits_BV = self.drafter.begin([row for row, room in enumerate(rooms) if room > 0])
-        if 1 < self.length <= min(rooms) and self.shared is None and self.processors.only_temperature:
+        if 1 < self.length <= min(rooms) and self.processors.only_temperature:
             logits_BDV = self.drafter.chain_logits(self.length)
             if logits_BDV is not None:
-                return self._at_once(precise(logits_BDV), draws)
+                return self._at_once(precise(fitted(logits_BDV, self.shared)), draws)
         drawing = ChainDrawing(None if draws is None else draws.drafted)
 
         def contexts() -> Contexts:

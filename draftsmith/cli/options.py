@@ -24,6 +24,7 @@ from draftsmith.names import (
     check_target_name,
     check_template_name,
     drafter_of,
+    require_cached_prompts,
     require_cached_without_hub,
 )
 from draftsmith.reading import parse_assignment, specified_name
@@ -43,17 +44,13 @@ def _option(param: Param) -> str:
     return max(param.opts, key=len) if param.opts[0].startswith("-") else str(param.name)
 
 
-def _checked(check: Callable[[str, str], None], *, on_hub: bool = False) -> Callable[[Param, str | None], str | None]:
-    """Return a callback that checks a name before any package is loaded, by a function of the name and the option.
-
-    `on_hub`: a name that is not local is a Hub id.
-    """
+def _checked(*checks: Callable[[str, str], None]) -> Callable[[Param, str | None], str | None]:
+    """Return a callback that checks a name before any package is loaded, by functions of the name and the option."""
 
     def callback(param: Param, name: str | None) -> str | None:
         if name is not None:
-            check(name, _option(param))
-            if on_hub:
-                require_cached_without_hub(name, _option(param))
+            for check in checks:
+                check(name, _option(param))
         return name
 
     return callback
@@ -100,7 +97,7 @@ def _check_folder(name: str, key: str) -> None:
         raise ConfigError(f"{key}={name}; expected a folder, and there is none")
 
 
-checked_prompts = _checked(check_prompts_name)
+checked_prompts = _checked(check_prompts_name, require_cached_prompts)
 at_least_one, not_negative = _within(1), _within(0)
 REQUIRED, KEYWORD = Parameter.empty, Parameter.KEYWORD_ONLY
 SAMPLING, LOADING = "Sampling", "Loading and passes"
@@ -134,7 +131,7 @@ def flag(name: str, help: str) -> Any:
 
 
 OPTIONS: dict[str, tuple[Any, Any]] = {
-    "target": _shared(str, REQUIRED, "--target", TARGET_HELP, _checked(check_target_name, on_hub=True)),
+    "target": _shared(str, REQUIRED, "--target", TARGET_HELP, _checked(check_target_name, require_cached_without_hub)),
     "drafters": _shared(Texts, None, "--drafter", DRAFTER_HELP + "Or name=DRAFTER; repeatable."),
     "prompts": _shared(str, EMBEDDED, "--prompts", PROMPTS_HELP, checked_prompts),
     "subset": _shared(str | None, None, "--subset", "Configuration of a Hub data set."),
@@ -260,6 +257,8 @@ def checked_recipe(name: str, overrides: list[str] | None) -> "Recipe":
     recipe = load_recipe(name, overrides)
     recipe.require_paths()
     require_cached_without_hub(recipe.target.model, "target.model")
+    require_cached_prompts(recipe.data.prompts, "data.prompts")
+    require_cached_prompts(recipe.evaluation.prompts or EMBEDDED, "evaluation.prompts")
     return recipe
 
 

@@ -1,6 +1,7 @@
 """From data to a drafter in other ways than the plain one: rounds, the drafter's own text, packing, adaptation."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from weakref import WeakSet
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import LETTERS, mostly_slow
+from conftest import LETTERS, make_llama, mostly_slow
 from datasets import load_from_disk
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -22,6 +23,7 @@ from draftsmith.distill.load_target import load_ends, load_target
 from draftsmith.distill.regeneration import Sampler
 from draftsmith.distill.sources import conversation
 from draftsmith.errors import ConfigError
+from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.train import trainer as loop
 from draftsmith.train.data import chat_of
@@ -294,6 +296,40 @@ def test_preview_marks_what_a_run_trains(
     assert f"{sample.trained} trained" in capsys.readouterr().out
     assert sample.trained == len("AcdE")
     assert load_ends(str(folder)) == {1, end}
+
+
+def test_tokens_beyond_the_tokenizer_are_read_and_neither_trained_nor_drafted(
+    recipe_file: Path, tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A vocabulary of 96 for 64 tokens, of which the target samples all: in a file, in a run, and in a further one."""
+    known, target, out = 64, tmp_path / "padded", tmp_path / "answers.jsonl"
+    make_llama(vocab_size=96).save_pretrained(target)
+    tiny_tokenizer.save_pretrained(target)
+    options = ["--target", str(target), "--response-tokens", "12"]
+    main_code(["data", "regenerate", str(tmp_path / "prompts.jsonl"), *options, "--out", str(out)])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    answers = [ids[start:end] for ids, ((start, end),) in ((row["input_ids"], row["spans"]) for row in rows)]
+    padded = sum(token >= known for answer in answers for token in answer)
+    assert padded > 40
+    capsys.readouterr()
+    main_code(["data", "preview", str(out), "--target", str(target)])
+    said = capsys.readouterr().out
+    assert f"{padded} tokens of answers are not in the tokenizer: not trained" in said
+    assert f" {sum(map(len, answers)) - padded} " in said.split("longest")[-1].replace("│", " ")
+    small = [f"target.model={target}", "drafter.type=eagle3", "drafter.draft_vocab_size=60", "drafter.layers=[1,2]"]
+    small += ["drafter.train_steps=1", "train.steps=1", "train.evaluate_every=1", "train.checkpoint_every=1"]
+    run(recipe_file, *small)
+    assert "sampled tokens are not in the tokenizer: not trained" in (said := capsys.readouterr().err)
+    drafter = load_drafter(tmp_path / "run" / "drafter", (loaded := load_target(str(target))).model, loaded.tokenizer)
+    assert isinstance(drafter, TrainableDrafter)
+    assert drafter.draft_vocabulary is not None
+    assert drafter.draft_vocabulary.tokens_D.max() < known
+    assert "draft vocabulary: 60 of 96 tokens, " in said
+    letters = [{"prompt": f"{letter}b", "completion": "zzzzzzzy"} for letter in LETTERS]
+    (tmp_path / "more.jsonl").write_text("".join(json.dumps(row) + "\n" for row in letters))
+    again = [f"start_from={tmp_path}/run/drafter", f"data.prompts={tmp_path}/more.jsonl", "data.response=text"]
+    run(recipe_file, *small, *again, f"output={tmp_path}/further")
+    assert re.search(r"draft vocabulary: 60 of 96 tokens, [\d.]+% of the responses", capsys.readouterr().err)
 
 
 def test_a_recipes_data_is_prepared_ahead(

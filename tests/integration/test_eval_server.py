@@ -60,7 +60,6 @@ def prompts(tmp_path: Path) -> Path:
 def served(folder: Path, prompts: Path, engine: Engine, out: Path, *more: Any) -> int:
     options = ["--prompts", prompts, "--temperature", 1, "--repeats", 2, "--max-new-tokens", 7, "--out", out, *more]
     command = ["eval", "server", engine.url, "--target", folder, "--model", "tiny", "--concurrency", 1]
-    command += ["--chat-template", "plain"]
     return run(*command, "--concurrency", 2, *options)
 
 
@@ -69,7 +68,7 @@ def test_tau_acceptance_and_speed_of_vllm(
 ) -> None:
     """With a baseline on a second server, and again from its eval.json."""
     with Drafting("vllm").engine.running() as engine, Drafting(None).engine.running() as plain:
-        words = f"--target {folder} --model tiny --prompts {prompts} --chat-template plain"
+        words = f"--target {folder} --model tiny --prompts {prompts}"
         assert served(folder, prompts, engine, tmp_path / "one", "--baseline", plain.url) == 0
         both = f"--drafter FOLDER --server {plain.url} --server {engine.url}"
         assert capsys.readouterr().out.endswith(f"\nnext: draftsmith forecast {words} {both}\n")

@@ -1,5 +1,7 @@
 """EOS, lengths, seeds, streaming and invalid input of the decoder."""
 
+from itertools import product
+
 import pytest
 import torch
 from conftest import make_llama
@@ -17,6 +19,7 @@ from draftsmith.eval.forecast.expected_rounds import of_rounds
 from draftsmith.eval.journal import TextRecord
 from draftsmith.eval.teacher_forced import TargetText
 from draftsmith.heads import DraftModel, Medusa
+from draftsmith.heads.retrieval import Hybrid, SuffixRetrieval
 from draftsmith.metrics import acceptance_at
 
 PROMPT = [5, 9, 33, 2]
@@ -206,3 +209,28 @@ def test_half_precision_target_decodes(tiny_target: LlamaForCausalLM) -> None:
         out = decoder.generate(PROMPT, max_new_tokens=24, eos_token_id=None, **settings)
         assert len(out.tokens) == 24
         require_greedy(target, PROMPT, out.tokens)
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "medusa", "suffix", "hybrid"])
+@torch.no_grad()
+def test_ids_that_the_tokenizer_does_not_have_are_never_drafted(kind: str, tiny_target: LlamaForCausalLM) -> None:
+    """The target writes such an id only, and the drafter agrees: without the limit all drafts are accepted."""
+    embeddings, padded = tiny_target.get_input_embeddings().weight, 60
+    embeddings.copy_(embeddings[5].expand_as(embeddings))  # the same state everywhere
+    state_H = tiny_target.model(torch.tensor([PROMPT])).last_hidden_state[0, -1]
+    tiny_target.lm_head.weight.zero_()[padded] = 20 * state_H / state_H.square().sum()
+    tiny_target.lm_head.weight[3] = 15 * state_H / state_H.square().sum()
+    options = {"max_new_tokens": 24, "eos_token_id": None, "seed": 0}
+    for temperature, limit in product((0.0, 1.0), (None, 58)):
+        drafter = {
+            "draft_model": lambda: DraftModel(tiny_target),
+            "medusa": lambda: Medusa.from_target(tiny_target),  # its chains are computed at once
+            "suffix": SuffixRetrieval,
+            "hybrid": lambda: Hybrid(Medusa.from_target(tiny_target)),
+        }[kind]()
+        if limit is not None:
+            drafter.limit_vocabulary(limit)
+        out = SpeculativeDecoder(tiny_target, drafter).generate(PROMPT, temperature=temperature, **options)
+        accepted = sum(record.accepted for record in out.rounds)
+        assert accepted > 12 if limit is None else accepted <= 1
+        assert out.tokens.count(padded) > 20

@@ -13,10 +13,11 @@ from huggingface_hub import constants
 from draftsmith.cli import main
 from draftsmith.cli.options import measuring, named_drafters
 from draftsmith.cli.quickstart import chosen
+from draftsmith.distill.sources import read_source
 from draftsmith.errors import ConfigError
 from draftsmith.eval.settings import PairSettings, require_valid
 from draftsmith.heads.untrusted import local_folder
-from draftsmith.names import require_cached_without_hub
+from draftsmith.names import require_cached_prompts, require_cached_without_hub
 from draftsmith.train.recipe import shipped_recipes
 
 
@@ -134,7 +135,9 @@ def test_an_unreachable_hub_is_asked_twice(
     cached: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     file = tmp_path / "models--user--name" / "snapshots" / "abc" / "config.json"
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     if cached:
+        (tmp_path / "datasets" / "user___camel_case-2.5").mkdir(parents=True)
         file.parent.mkdir(parents=True)
         file.write_text("{}")
         refs = tmp_path / "models--user--name" / "refs"
@@ -148,8 +151,13 @@ def test_an_unreachable_hub_is_asked_twice(
     if cached:
         require_cached_without_hub("user/name", "--target")
         assert constants.HF_HUB_OFFLINE
+        require_cached_prompts("user/CamelCase-2.5", "prompts")
         assert capsys.readouterr().err.count("http://127.0.0.1:9 cannot be reached") == 1
     else:
+        with pytest.raises(ConfigError, match=r"--target=user/name/a\.gguf: no such folder.*127.0.0.1:9 cannot be"):
+            require_cached_without_hub("user/name/a.gguf", "--target")
+        with pytest.raises(ConfigError, match=r"prompts=user/CamelCase-2\.5: no such file.*127.0.0.1:9 cannot be"):
+            list(read_source("user/CamelCase-2.5"))
         with pytest.raises(ConfigError, match=r"--target=user/name: no such folder.*127.0.0.1:9 cannot be reached"):
             require_cached_without_hub("user/name", "--target")
         assert capsys.readouterr().err == ""
