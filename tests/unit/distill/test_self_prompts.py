@@ -2,9 +2,12 @@
 
 import json
 import re
+from itertools import chain
 from pathlib import Path
 
 import pytest
+from datasets import load_from_disk
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.distill.chat_template import Chat
@@ -13,6 +16,7 @@ from draftsmith.distill.load_target import LoadedTarget, load_target
 from draftsmith.distill.self_prompts import turn_header, write_self_prompts
 from draftsmith.errors import ConfigError
 from draftsmith.heads.model_config import eos_tokens
+from draftsmith.storage import cache_dir
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.trainer import train
 
@@ -44,7 +48,9 @@ def written(target: LoadedTarget, count: int, *, seed: int = 0, longest: int = 4
 
 
 def test_the_header_is_what_the_template_shows_before_the_users_text(target: LoadedTarget) -> None:
-    assert target.tokenizer.decode(turn_header(chat_of(target))) == "uQ"
+    chat, bos = chat_of(target), target.tokenizer.convert_tokens_to_ids("9")
+    chat.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="9 $A", special_tokens=[("9", bos)])
+    assert target.tokenizer.decode(turn_header(chat)) == "uQ", "the template has the special tokens"
 
 
 def test_prompts_are_distinct_and_fit_and_belong_to_the_seed(target: LoadedTarget) -> None:
@@ -63,6 +69,8 @@ def test_a_larger_count_keeps_the_prompts(target: LoadedTarget) -> None:
 def test_every_text_is_counted_as_usable_or_with_the_reason_why_not(target: LoadedTarget) -> None:
     said: list[str] = []
     write_self_prompts(target, chat_of(target), section(24, 6), 0, progress=False, say=said.append)
+    texts = [load_from_disk(rows)["input_ids"] for rows in cache_dir().glob("samples/*/*/rows")]
+    assert max(map(len, chain.from_iterable(texts))) == 24, "header and text together"
     (line,) = said
     sampled, *numbers = (
         int(number) for number in re.findall(r"(\d+) (?:texts|usable|without|with|empty|repeated|longer)", line)

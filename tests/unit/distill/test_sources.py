@@ -393,9 +393,9 @@ def test_a_span_ends_with_a_token_that_the_target_ends_with(
     """Gemma ends turns with <end_of_turn>, and its tokenizer's eos_token is another; here E and <eos>."""
     tiny_tokenizer.chat_template = template.replace("}}E{%", "}}Ex{%")
     ends = frozenset(tiny_tokenizer("E")["input_ids"])
-    turns = {"messages": [USER, ANSWER, USER, {**ANSWER, "content": "ef"}]}
-    assert encoded(tiny_tokenizer, turns, ends=ends) == [("UabExAcdExUabExAefEx", ["cdE", "efE"])]
-    assert encoded(tiny_tokenizer, turns) == [("UabExAcdExUabExAefEx", ["cdEx", "efEx"])]
+    turns = {"messages": [USER, ANSWER, USER, {**ANSWER, "content": "eEf"}]}
+    assert encoded(tiny_tokenizer, turns, ends=ends) == [("UabExAcdExUabExAeEfEx", ["cdE", "eEfE"])]
+    assert encoded(tiny_tokenizer, turns) == [("UabExAcdExUabExAeEfEx", ["cdEx", "eEfEx"])]
     assert Chat(tiny_tokenizer, ends=ends).key() != Chat(tiny_tokenizer).key(), "examples are cached by it"
 
 
@@ -511,6 +511,15 @@ def test_tokens_as_they_were_sampled_are_taken_as_they_are(tiny_tokenizer: PreTr
     assert Chat(tiny_tokenizer).encode(conversation("f:1", row), 9) == [Encoded([9, 8, 7], [[1, 3]])]
     other = Chat(tiny_tokenizer).encode(conversation("f:1", {**row, "tokenizer": "another's"}), 9)
     assert shown(tiny_tokenizer, other[0].input_ids) == "abcd."
+    for tokens, spans in (([9, 63, 8], [[1, 3]]), ([9, 8, 95], [[1, 2]]), ([9, 70, 95], [])):  # 64 to 95 are padding
+        padded = Chat(tiny_tokenizer, vocab_size=96).encode(
+            conversation("f:1", {**row, "input_ids": tokens, "spans": [[1, 3]]}), 9
+        )
+        masked = sum(token > 63 for token in tokens)
+        assert padded == ([Encoded(tokens, spans, masked)] if spans else [])
+    for token, size in ((64, None), (96, 96), (-1, 96)):
+        with pytest.raises(ConfigError, match=rf"f:1: input_ids=\[9, {token}, 8\]; expected token ids below"):
+            Chat(tiny_tokenizer, vocab_size=size).encode(conversation("f:1", {**row, "input_ids": [9, token, 8]}), 9)
     for spans in ([], [[0, 2]], [[1, 4]], [[2, 2]], [1, 2], "x"):
         with pytest.raises(ConfigError, match=r"f:1: spans=.*; expected \[start, end\] inside its 'input_ids'"):
             Chat(tiny_tokenizer).encode(conversation("f:1", {**row, "spans": spans}), 9)

@@ -2,19 +2,26 @@
 
 import math
 import shutil
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import make_llama
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.heads.initial_weights import InputSizes
 from draftsmith.heads.medusa import Medusa
+from draftsmith.train.bootstrap import load_parts
+from draftsmith.train.initial_weights import start_drafter
+from draftsmith.train.launch import RunContext, make_accelerator
 from draftsmith.train.optimizers import MEASURED_TOTAL, OPTIMIZERS, Trained
 from draftsmith.train.recipe import Recipe, load_recipe
 from draftsmith.train.run_folder import read_metrics
+from draftsmith.train.step import collate
 from draftsmith.train.trainer import train
 
 UNIFORM = math.log(64)
@@ -66,6 +73,23 @@ def test_trained_weights_are_left_as_they_are(recipe_file: Path, tmp_path: Path)
     train(recipe_of(recipe_file, "medusa", tmp_path / "second", *steps, *more))
     first, second = (load_file(tmp_path / name / "drafter" / "model.safetensors") for name in ("first", "second"))
     torch.testing.assert_close(first, second)
+
+
+def test_the_start_does_not_depend_on_the_random_numbers_before(recipe_file: Path, tmp_path: Path) -> None:
+    """A run that reads its responses from the cache has drawn fewer; DFlash draws the anchors that it trains."""
+    options = ["drafter.block_size=4", "drafter.anchors=2", "drafter.layers=[1,2]", "drafter.draft_vocab_size=20"]
+    recipe = recipe_of(recipe_file, "dflash", tmp_path / "run", *options)
+    context = RunContext.of(recipe, make_accelerator(recipe, tmp_path / "run"))
+    parts, started = load_parts(context), list[dict[str, Tensor]]()
+    for seed in range(2):
+        torch.manual_seed(seed)
+        drafter = deepcopy(parts.drafter)
+        batch = partial(collate, parts.data.rows, device=torch.device("cpu"))
+        start_drafter(recipe, drafter, parts.teacher, parts.data, lambda rows, batch=batch: batch(rows))
+        started.append(drafter.state_dict())
+    assert any(not torch.equal(weight, parts.drafter.state_dict()[name]) for name, weight in started[0].items())
+    for name, weight in started[0].items():
+        assert torch.equal(weight, started[1][name]), name
 
 
 def test_rates_hold_for_inputs_of_ordinary_sizes() -> None:
