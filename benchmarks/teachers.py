@@ -22,10 +22,11 @@ from draftsmith.distill.load_target import load_target
 from draftsmith.distill.losses import forward_kl
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
-from draftsmith.train.bootstrap import load_parts, make_step
-from draftsmith.train.launch import Placement, RunContext
+from draftsmith.train.launch import RunContext
+from draftsmith.train.placement import placement_of
 from draftsmith.train.progress import Console as TrainConsole
 from draftsmith.train.recipe import load_recipe
+from draftsmith.train.run_parts import load_parts, make_step
 from draftsmith.train.step import AgreementStep, Last, batch_indices, collate
 
 
@@ -40,7 +41,7 @@ def arguments() -> argparse.Namespace:
 def measure(family: str, options: argparse.Namespace, table: Table) -> None:
     recipe = load_recipe(f"{family}/embedded", [f"data.count={options.samples}", "data.response_tokens=96"])
     accelerator = Accelerator()
-    context = RunContext(recipe, accelerator, TrainConsole(False), Placement(recipe, accelerator))
+    context = RunContext(recipe, accelerator, TrainConsole(False), placement_of(recipe.target, accelerator))
     parts = load_parts(context)
     target, data, drafter = parts.target, parts.data, parts.drafter
     online = OnlineTeacher(target.model, drafter.needs.layers)

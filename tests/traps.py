@@ -11,6 +11,7 @@ from typing import Any
 
 import draftsmith.heads.checkpoint
 import draftsmith.train.checkpoint
+import draftsmith.train.launch
 from draftsmith.train.trainer import Run
 
 
@@ -82,6 +83,11 @@ class Traps:
             return original(*arguments, **options)
 
         setattr(holder, method, call)
+
+    @staticmethod
+    def announce_after(seconds: float) -> None:
+        """Seconds after which a process prints that it waits for the others to connect."""
+        draftsmith.train.launch.ANNOUNCED_AFTER = seconds
 
     @staticmethod
     def no_space(step: int, room: int) -> None:

@@ -1,11 +1,11 @@
 """`accelerate launch -m draftsmith.train RECIPE [key=value …]`"""
 
-import os
 import signal
 import sys
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.terminal import printable
+from draftsmith.train.launch_variables import launch_variables
 from draftsmith.train.recipe import load_recipe
 
 
@@ -17,7 +17,7 @@ def main(arguments: list[str]) -> int:
     try:
         recipe = load_recipe(arguments[0], arguments[1:])
         recipe.require_paths()
-        if os.environ.get("RANK", "0") == "0":
+        if launch_variables().rank == 0:
             print(f"{recipe.name}: loading torch", file=sys.stderr, flush=True)
         from draftsmith.train.trainer import train
 

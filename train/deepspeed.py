@@ -4,7 +4,6 @@ ZeRO-2 shards moments and gradients, ZeRO-3 also the weights. Weights are float3
 """
 
 import logging
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -34,7 +33,7 @@ OURS = ("optimizer", "scheduler", "torch_autocast")
 """Sections of DeepSpeed's config that are left out: the recipe has optimizer, rates and precision."""
 
 
-def make_plugin(recipe: Recipe) -> DeepSpeedPlugin:
+def make_plugin(recipe: Recipe, processes: int) -> DeepSpeedPlugin:
     """Return DeepSpeed's config, in which the recipe's values replace those of the file; autocast sets the precision.
 
     Raises:
@@ -43,7 +42,7 @@ def make_plugin(recipe: Recipe) -> DeepSpeedPlugin:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # caused by DeepSpeed
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled on a CPU; gloo does the same
-    processes, parts = int(os.environ.get("WORLD_SIZE", "1")), recipe.train.gradient_accumulation
+    parts = recipe.train.gradient_accumulation
     micro = recipe.train.batch_size // (processes * parts)
     if recipe.train.optimizer != "adamw":
         raise ConfigError(

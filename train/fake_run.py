@@ -32,8 +32,8 @@ from draftsmith.errors import DraftsmithError
 from draftsmith.heads import TrainableDrafter
 from draftsmith.heads.base import TeacherSignals
 from draftsmith.heads.read_positions import SequencePart
-from draftsmith.train.bootstrap import check_target, make_step, new_drafter
 from draftsmith.train.recipe import Recipe
+from draftsmith.train.run_parts import check_target, make_step, new_drafter
 from draftsmith.train.step import Last, Teacher
 
 # Shapes: B sequences, T positions, S positions of the source, H hidden size, V vocabulary, F features.

@@ -182,7 +182,7 @@ def _moments(optimizers: list[torch.optim.Optimizer]) -> int:
 
 
 def _elsewhere(recipe: Recipe, target: PreTrainedModel, accelerated: bool, processes: int) -> int:
-    """Return the target's bytes that this process's device does not hold, see train/launch.py."""
+    """Return the target's bytes that this process's device does not hold, see train/placement."""
     offload, together = recipe.target.offload and accelerated, recipe.target.tensor_parallel
     if recipe.target.quantization is not None:
         return saved_bytes(target, recipe.target.quantization)

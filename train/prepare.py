@@ -33,11 +33,12 @@ from draftsmith.names import check_attention
 from draftsmith.provenance import tokenizer_fingerprint
 from draftsmith.storage import hold_name, require_writable_file, write_text, writing
 from draftsmith.terminal import Terminal
-from draftsmith.train.bootstrap import load_parts
-from draftsmith.train.launch import RunContext, make_accelerator, preflight
+from draftsmith.train.launch import RunContext, make_accelerator
+from draftsmith.train.preflight import preflight
 from draftsmith.train.progress import Console
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.recipe_sections import TargetSection
+from draftsmith.train.run_parts import load_parts
 
 READ, TRAINED = "dim", "bold green"
 BRACKETS = ("⟦", "⟧")

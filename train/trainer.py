@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,13 +16,15 @@ from draftsmith.distill.cotraining import measure_quality
 from draftsmith.distill.teacher import Batch
 from draftsmith.heads.model_config import context_limit, start_token
 from draftsmith.storage import hold_folder
-from draftsmith.train.bootstrap import compile_drafter, load_parts, make_engine, make_step, sequence_part
 from draftsmith.train.data import read_images, resample
 from draftsmith.train.engine import reduced
 from draftsmith.train.evaluation import early_end, evaluate_drafter, validate, validation_rows
 from draftsmith.train.initial_weights import start_drafter
-from draftsmith.train.launch import RunContext, make_accelerator, preflight
+from draftsmith.train.launch import RunContext, make_accelerator
+from draftsmith.train.launch_variables import launch_variables
 from draftsmith.train.learning_rates import described, learning_rate, target_width, with_rate
+from draftsmith.train.non_finite import failure
+from draftsmith.train.preflight import preflight
 from draftsmith.train.progress import PARTS, Console, MemoryMeter, in_units
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.recorder import BestDrafter, Record
@@ -36,8 +37,9 @@ from draftsmith.train.run_folder import (
     is_finished,
     read_metrics,
 )
+from draftsmith.train.run_parts import compile_drafter, load_parts, make_engine, make_step, sequence_part
 from draftsmith.train.step import Last, StepSums, batch_indices, collate, response_tokens
-from draftsmith.train.stopping import Stopping, failure, leave
+from draftsmith.train.stopping import Stopping, leave
 
 
 def train(recipe: Recipe) -> Path:
@@ -53,11 +55,11 @@ def train(recipe: Recipe) -> Path:
             the end of a run, a drafter that cannot be published.
     """
     recipe = with_rate(recipe)
+    first_process = launch_variables().rank == 0  # there is no accelerator yet
     folder, publish = Path(recipe.output), recipe.publish
     check_output(recipe)
     check_continuation(recipe)
     preflight(recipe, training=True)
-    first_process = int(os.environ.get("RANK", "0")) == 0  # there is no accelerator yet
     if is_finished(recipe):
         if first_process:
             _finish_again(recipe, folder)

@@ -4,9 +4,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +30,10 @@ from transformers import (
 from draftsmith import SpeculativeDecoder, load_drafter
 from draftsmith.distill.load_target import load_target
 from draftsmith.errors import ConfigError
-from draftsmith.train import bootstrap as drafters
+from draftsmith.train import run_parts as drafters
 from draftsmith.train import trainer as loop
-from draftsmith.train.launch import Placement
 from draftsmith.train.memory_estimate import announce_memory
+from draftsmith.train.placement import placement_of
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.run_folder import read_metrics
 
@@ -319,6 +321,23 @@ def test_bad_recipes_stop_with_one_line(recipe_file: Path, tmp_path: Path, forke
         loop.train(load_recipe(str(recipe_file), ["evaluation.count=40"]))
 
 
+def test_variables_of_an_ended_launch_are_named(recipe_file: Path, tmp_path: Path, forked: Processes) -> None:
+    log, soon = tmp_path / "log", {"announce_after": {"seconds": 0.1}}
+    (waiting,) = forked.start([str(recipe_file)], log, 1, {"WORLD_SIZE": "2"}, soon)
+    deadline = time.monotonic() + 60
+    while not log.exists() or "waiting for all of WORLD_SIZE=2 processes at 127.0.0.1:" not in log.read_text():
+        assert time.monotonic() < deadline, "no line"
+        time.sleep(0.05)
+    os.kill(waiting, signal.SIGINT)
+    assert forked.wait([waiting]) == [-signal.SIGINT], "torch itself would wait for a day"
+    with socket.create_server(("127.0.0.1", 0)) as other:  # as of a run that has not ended
+        port = str(other.getsockname()[1])
+        started = forked.start([str(recipe_file)], log, 1, {"WORLD_SIZE": "2", "MASTER_PORT": port})
+        assert forked.wait(started) == [2], log.read_text()
+    assert f"ConfigError: MASTER_ADDR:MASTER_PORT=127.0.0.1:{port}: processes cannot connect there" in log.read_text()
+    assert not (tmp_path / "run").exists()
+
+
 def test_bad_files_stop_a_run_before_the_target_is_loaded(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,7 +397,7 @@ def test_what_saves_memory_changes_no_number(kind: str, recipe_file: Path, tmp_p
 def test_an_offloaded_layer_is_on_the_device_while_it_computes(tiny_target_folder: Path, recipe_file: Path) -> None:
     recipe = load_recipe(str(recipe_file), ["target.offload=true"])
     target, whole = (load_target(str(tiny_target_folder), device="cpu") for _ in range(2))
-    Placement(recipe, Accelerator(cpu=True)).place(target)
+    placement_of(recipe.target, Accelerator(cpu=True)).place(target.model)
     for layer in target.model.base_model.layers:
         assert all(weight.device.type == "meta" for weight in layer.parameters())
     rest = (target.model.get_input_embeddings(), target.model.base_model.norm, target.model.get_output_embeddings())

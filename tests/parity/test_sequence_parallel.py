@@ -14,8 +14,8 @@ from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS, unrolled_attention
 from draftsmith.heads.read_positions import SequencePart
-from draftsmith.train.bootstrap import check_target
 from draftsmith.train.recipe import parse_recipe
+from draftsmith.train.run_parts import check_target
 from draftsmith.train.step import AgreementStep, Last
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}

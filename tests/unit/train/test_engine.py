@@ -17,6 +17,7 @@ from draftsmith.train.trainer import train
 
 DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 WRAPPED = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer"}
 CONFIGS = sorted(
     file.name for file in (files("draftsmith.recipes") / "accelerate").iterdir() if file.name.endswith(".yaml")
@@ -45,9 +46,8 @@ def test_a_deepspeed_config_gets_the_recipes_values(
     sizes = {"stage": 3, "reduce_bucket_size": "auto"}
     file.write_text(json.dumps({"zero_optimization": sizes, "bf16": {"enabled": True}, **other}))
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
-    monkeypatch.setenv("WORLD_SIZE", "2")
     overrides = ["train.gradient_accumulation=2", "train.clip_norm=0.7", "train.mixed_precision=bf16"]
-    config = make_plugin(load_recipe(str(recipe_file), overrides)).deepspeed_config
+    config = make_plugin(load_recipe(str(recipe_file), overrides), processes=2).deepspeed_config
     assert "optimizer" not in config
     assert config["train_batch_size"] == 8
     assert config["gradient_clipping"] == 0.7
@@ -69,7 +69,7 @@ def test_a_deepspeed_config_gets_the_recipes_values(
         ([], {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}, "zero_optimization.stage=1; expected 2 or 3"),
         (
             [],
-            {**DEEPSPEED, "LOCAL_RANK": "0", "ACCELERATE_USE_CPU": "true"},
+            {**DEEPSPEED, **LAUNCHED, "WORLD_SIZE": "1", "ACCELERATE_USE_CPU": "true"},
             "with use_cpu; expected `accelerate launch`",
         ),
         ([], DEEPSPEED, "without ranks"),
@@ -78,13 +78,32 @@ def test_a_deepspeed_config_gets_the_recipes_values(
             {},
             "target.tensor_parallel=2 with processes=1; expected a divisor of the number",
         ),
-        (["train.sequence_parallel=3"], {"WORLD_SIZE": "4"}, "train.sequence_parallel=3 with processes=4; expected a"),
+        (
+            ["train.sequence_parallel=3"],
+            {**LAUNCHED, "WORLD_SIZE": "4"},
+            "train.sequence_parallel=3 with processes=4; expected a",
+        ),
         (
             ["train.sequence_parallel=2"],
-            {"WORLD_SIZE": "6"},
+            {**LAUNCHED, "WORLD_SIZE": "6"},
             "train.batch_size=8; expected a multiple of 3 = 6 processes / sequence_parallel=2",
         ),
-        ([], {**DEEPSPEED, "WORLD_SIZE": "3"}, "train.batch_size=8; expected a multiple of 3 = 3 processes"),
+        (
+            [],
+            {**DEEPSPEED, **LAUNCHED, "WORLD_SIZE": "3"},
+            "train.batch_size=8; expected a multiple of 3 = 3 processes",
+        ),
+        ([], {"WORLD_SIZE": ""}, "WORLD_SIZE='' in the environment; expected a whole number >= 1, or unset"),
+        ([], {"LOCAL_RANK": "x"}, "LOCAL_RANK='x' in the environment; expected a whole number >= 0"),
+        ([], {**LAUNCHED, "WORLD_SIZE": "2", "MASTER_PORT": "0"}, "MASTER_PORT='0' in the environment; expected"),
+        (
+            [],
+            {"RANK": "0", "LOCAL_RANK": "0"},
+            "RANK=0, LOCAL_RANK=0 in the environment without WORLD_SIZE, MASTER_ADDR, MASTER_PORT; expected all",
+        ),
+        ([], {"WORLD_SIZE": "2"}, "WORLD_SIZE=2 in the environment without RANK, LOCAL_RANK, MASTER_ADDR, MAS"),
+        ([], {**LAUNCHED, "WORLD_SIZE": "2", "MASTER_ADDR": ""}, "in the environment without MASTER_ADDR; exp"),
+        ([], {**LAUNCHED, "WORLD_SIZE": "2", "RANK": "2"}, "MASTER_PORT=29500 in the environment; expected all"),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused_before_processes_meet(

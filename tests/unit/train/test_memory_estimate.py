@@ -17,10 +17,10 @@ from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads import HEADS
 from draftsmith.train import memory_estimate as memory
-from draftsmith.train.bootstrap import make_step, new_drafter
 from draftsmith.train.fake_run import DryStep, LiveBytes
 from draftsmith.train.progress import in_units
 from draftsmith.train.recipe import Recipe, parse_recipe
+from draftsmith.train.run_parts import make_step, new_drafter
 from draftsmith.train.step import Teacher
 
 WIDE = {"vocab_size": 700, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}

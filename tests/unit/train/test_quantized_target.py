@@ -20,7 +20,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.heads.draft_model import EarlyExit
 from draftsmith.provenance import fingerprint_of_numbers, model_fingerprints
-from draftsmith.train.launch import Placement
+from draftsmith.train.placement import placement_of
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.run_folder import read_metrics
 from draftsmith.train.step import collate
@@ -104,9 +104,9 @@ def test_a_run_reports_the_effect_and_saves_a_drafter_of_the_target_itself(
 def test_the_teacher_and_the_evaluation_read_the_quantized_target(recipe_file: Path, tiny_target_folder: Path) -> None:
     recipe = load_recipe(str(recipe_file), ["target.quantization=int8"])
     target, expected = (load_target(str(tiny_target_folder), device="cpu") for _ in range(2))
-    placement = Placement(recipe, Accelerator(cpu=True))
+    placement = placement_of(recipe.target, Accelerator(cpu=True))
     assert placement.load_to == CPU
-    placement.place(target)
+    placement.place(target.model)
     quantize(expected.model, "int8", CPU)
     ids = torch.arange(3, 9)[None]
     assert torch.equal(target.model(ids).logits, expected.model(ids).logits)

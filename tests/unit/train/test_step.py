@@ -13,10 +13,10 @@ from draftsmith.distill.cotraining import Adapters, quality_kl
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.heads import HEADS, DraftModel, Medusa, TrainableDrafter
-from draftsmith.train.bootstrap import make_step
 from draftsmith.train.optimizers import OPTIMIZERS, Optimizers, Trained
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.recipe_sections import CotrainSection
+from draftsmith.train.run_parts import make_step
 from draftsmith.train.step import AgreementStep, CotrainStep, Last, collate
 
 CPU = torch.device("cpu")

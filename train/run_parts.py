@@ -30,11 +30,13 @@ from draftsmith.heads.hidden_states import layers_of
 from draftsmith.heads.lm_head import checked_size, logits_map
 from draftsmith.heads.lora import check_lora
 from draftsmith.heads.model_config import known_tokens, start_token
+from draftsmith.provenance import model_fingerprints
 from draftsmith.storage import hold_cache
 from draftsmith.train.data import TrainingData, frequent_tokens, logit_count, prepare_data, say_coverage, token_counts
 from draftsmith.train.engine import Engine
 from draftsmith.train.launch import RunContext, autocast, precision
 from draftsmith.train.optimizers import OPTIMIZERS, Optimizers, Sizes, Trained, adapters_optimizer
+from draftsmith.train.placement.offloaded import offload
 from draftsmith.train.progress import in_units
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.step import AgreementStep, CotrainStep, Teacher, collate
@@ -47,7 +49,7 @@ COMPARED = 8
 
 
 def load_frozen_target(context: RunContext) -> LoadedTarget:
-    """Load the recipe's target to the device from which `Placement.place` distributes it."""
+    """Load the recipe's target to the device from which its placement distributes it."""
     settings, accelerator = context.recipe.target, context.accelerator
     images, together = context.recipe.data.images is not None, settings.tensor_parallel
     divided = f", divided among {together} processes" if together > 1 else ""
@@ -83,7 +85,7 @@ class Parts:
     """The parts of a run that are loaded or built before its step and engine."""
 
     target: LoadedTarget
-    """On its devices, see `Placement`."""
+    """On its devices, see train/placement."""
     drafter: TrainableDrafter
     draft_length: int
     data: TrainingData
@@ -105,7 +107,9 @@ def load_parts(context: RunContext) -> Parts:
     drafter = make_drafter(recipe, target)
     draft_length = recipe.draft_length(drafter.max_draft_length)
     check_target(recipe, target.model, drafter)
-    context.placement.place(target)
+    # Of the target itself, while all weights are here: drafters are for it, not for its rounded or adapted weights.
+    vars(target.model)["draftsmith_fingerprints"] = model_fingerprints(target.model)
+    context.placement.place(target.model)
     drafter.to(context.accelerator.device)
     data = prepare_data(context, target, drafter)
     check_excluded(recipe.data.exclude_rows, data)
@@ -240,7 +244,7 @@ def quantization_effect(context: RunContext, target: LoadedTarget, rows: Dataset
         context.console.say(f"target: comparing it with {target.name} as it was before it was quantized")
         whole = _load(context).model
         saved, total = saved_bytes(whole, kind), sum(w.numel() * w.element_size() for w in whole.parameters())
-        context.placement.offload(whole)
+        offload(whole, accelerator.device)
         batches = (collate(rows, [row], accelerator.device, start) for row in range(min(COMPARED, len(rows))))
         with autocast(context.recipe, accelerator.device):
             found = agreement(OnlineTeacher(model), OnlineTeacher(whole), batches)

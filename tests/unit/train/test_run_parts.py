@@ -13,8 +13,8 @@ from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.checkpoint import describe_target, save_drafter
-from draftsmith.train.bootstrap import make_drafter
 from draftsmith.train.recipe import parse_recipe
+from draftsmith.train.run_parts import make_drafter
 
 EVEN = list(range(0, 64, 2))
 DRAFTERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
