@@ -90,6 +90,9 @@ def train(
     overrides: OverridesArgument = None,
 ) -> None:
     """Train a drafter in this process. Several processes: accelerate launch -m draftsmith.train RECIPE."""
+    from draftsmith.train.launch_variables import launch_variables
+
+    launch_variables()  # before torch is loaded
     checked = checked_recipe(recipe, overrides)
     from draftsmith.train.trainer import train as run
 

@@ -173,6 +173,9 @@ def data_prepare(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, which override the file.")] = None,
 ) -> None:
     """Sample a recipe's responses and build its teacher cache without training."""
+    from draftsmith.train.launch_variables import launch_variables
+
+    launch_variables()  # before torch is loaded
     checked = checked_recipe(recipe, overrides)
     from draftsmith.train.prepare import prepare
 
