@@ -70,7 +70,7 @@ def measure(options: argparse.Namespace) -> None:
         mask = torch.ones(shape[:2], dtype=torch.bool)
         signals = TeacherSignals(mask.long(), mask.long(), teacher, mask)
         loss = Objective(options.kind, chunk_tokens=options.chunk)(
-            [DraftStates(state, head)], signals, lm_head, [0.5]
+            [DraftStates.everywhere(state, head)], signals, lm_head, [0.5]
         ).loss
     loss.backward()
     seconds = time.perf_counter() - started
@@ -85,7 +85,7 @@ def compare_stored(options: argparse.Namespace, vocabulary: int) -> str:
     lm_head = nn.Linear(options.hidden, vocabulary, bias=False, dtype=bf16).requires_grad_(False)
     head = nn.Linear(options.hidden, options.draft_vocab, bias=False, dtype=bf16)
     tokens_D = torch.randperm(vocabulary)[: options.draft_vocab].sort().values
-    mask_BT = torch.ones(shape[:2], dtype=torch.bool)
+    mask_BT, places = torch.ones(shape[:2], dtype=torch.bool), torch.arange(options.tokens)[None]
     plain = TeacherSignals(mask_BT.long(), mask_BT.long(), torch.randn(shape, dtype=bf16), mask_BT)
     with torch.no_grad():
         logits_BTV = lm_head(plain.hidden_BTH).float()
@@ -95,7 +95,10 @@ def compare_stored(options: argparse.Namespace, vocabulary: int) -> str:
     for _ in range(1 + REPEATS):
         for is_stored, signals in ((False, plain), (True, stored)):
             started = time.process_time()
-            unrolled = [DraftStates(state, head, k + 1, vocabulary_D=tokens_D) for k, state in enumerate(states)]
+            unrolled = [
+                DraftStates.in_rows(state, places + k + 1, options.tokens, head, vocabulary_D=tokens_D)
+                for k, state in enumerate(states)
+            ]
             Objective(options.kind, chunk_tokens=options.chunk)(unrolled, signals, lm_head, [0.5] * 3).loss.backward()
             seconds[is_stored].append(time.process_time() - started)
     whole, ours = (statistics.median(found[1:]) for found in seconds.values())

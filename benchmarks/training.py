@@ -142,12 +142,11 @@ class PlainLoop:
     def _loss(self, signals: TeacherSignals, p_log_BTV: Tensor) -> Tensor:
         loss = 0.0
         for k, entry in enumerate(self._drafter.unroll(signals)):
-            places = entry.places_N.clamp_min(0) if entry.places_N is not None else slice(None)
-            q_log, p_log = entry.head(entry.hidden_BTD).float().log_softmax(-1), p_log_BTV.flatten(0, 1)[places]
-            mask = signals.mask_BT.flatten()[places]
-            if entry.places_N is not None:
-                mask = mask & (entry.places_N >= 0)
-            kl = nn.functional.kl_div(q_log.flatten(0, -2), p_log, log_target=True, reduction="none").sum(-1)
+            p_log = p_log_BTV.flatten(0, 1)
+            if not entry.every_depth:
+                p_log = p_log[entry.places_N.clamp_min(0)]
+            q_log, mask = entry.head(entry.states_ND).float().log_softmax(-1), entry.trained(signals.mask_BT)
+            kl = nn.functional.kl_div(q_log, p_log, log_target=True, reduction="none").sum(-1)
             loss = loss + 0.8**k * (kl * mask).sum() / mask.sum()
         return loss
 

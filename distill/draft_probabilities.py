@@ -50,10 +50,8 @@ class Position:
     student_ND: Tensor
     rows_N: Tensor
     """Row of each token in the target's output, ascending and distinct."""
-    anchors: tuple[Tensor, ...]
-    """Indices of each token in the grid of anchors, as (row, column) or along the only dimension; the positions of one
-    draft have the same anchor."""
-    grid: torch.Size
+    states_N: Tensor
+    """Index of each token among the entry's states."""
 
 
 class Aligned(NamedTuple):
@@ -75,14 +73,14 @@ class Aligned(NamedTuple):
 def align(unrolled: Sequence[DraftStates], signals: TeacherSignals) -> Aligned:
     """Select the unmasked states of every draft position, and the target's outputs that they should agree with."""
     T = signals.mask_BT.shape[1]
-    chosen = [_trained(entry, signals) for entry in unrolled]
+    chosen = [_trained(entry, signals.mask_BT) for entry in unrolled]
     taught_X = torch.zeros_like(signals.mask_BT).flatten()
-    for _, place_N in chosen:
-        taught_X[place_N] = True
+    for _, places_N in chosen:
+        taught_X[places_N] = True
     row_X = taught_X.cumsum(0) - 1
     positions = [
-        Position(entry, entry.hidden_BTD[anchors], row_X[place_N], anchors, _grid(entry, signals))
-        for entry, (anchors, place_N) in zip(unrolled, chosen, strict=True)
+        Position(entry, entry.states_ND[states_N], row_X[places_N], states_N)
+        for entry, (states_N, places_N) in zip(unrolled, chosen, strict=True)
     ]
     next_BT = signals.input_ids_BT.where(signals.attention_mask_BT.bool(), -1)[:, 1:]
     labels_BT = nn.functional.pad(next_BT, (0, 1), value=-1)
@@ -92,31 +90,11 @@ def align(unrolled: Sequence[DraftStates], signals: TeacherSignals) -> Aligned:
     return Aligned(positions, TeacherOutput(signals.hidden_BTH[taught_BT], labels_BT[taught_BT], stored))
 
 
-def _trained(entry: DraftStates, signals: TeacherSignals) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Return the indices of each trained state, and its target's place in the flattened batch, ascending."""
-    T = signals.mask_BT.shape[1]
-    if entry.places_N is not None:
-        trained_N = signals.mask_BT.flatten().index_select(0, entry.places_N.clamp_min(0)) & (entry.places_N >= 0)
-        (index_N,) = trained_N.nonzero(as_tuple=True)
-        return (index_N,), entry.places_N[index_N]
-    if entry.places_BT is None:
-        mask_BT = signals.mask_BT[:, entry.offset :]
-        if signals.documents_BT is not None:
-            documents_BT = signals.documents_BT
-            mask_BT = mask_BT & (documents_BT[:, : max(0, T - entry.offset)] == documents_BT[:, entry.offset :])
-        row_N, column_N = mask_BT.nonzero(as_tuple=True)
-        return (row_N, column_N), row_N * T + column_N + entry.offset
-    places_BT = entry.places_BT.clamp_min(0)
-    mask_BT = signals.mask_BT.gather(1, places_BT) & (entry.places_BT >= 0)
-    row_N, column_N = mask_BT.nonzero(as_tuple=True)
-    place_N, order_N = (row_N * T + places_BT[row_N, column_N]).sort()
-    return (row_N[order_N], column_N[order_N]), place_N
-
-
-def _grid(entry: DraftStates, signals: TeacherSignals) -> torch.Size:
-    places = signals.mask_BT if entry.everywhere else entry.places_BT if entry.places_N is None else entry.places_N
-    assert places is not None
-    return places.shape
+def _trained(entry: DraftStates, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices of the trained states, and their places in the flattened batch, ascending."""
+    (states_N,) = entry.trained(mask_BT).nonzero(as_tuple=True)
+    places_N, order_N = entry.places_N[states_N].sort()
+    return states_N[order_N], places_N
 
 
 class TargetRows(NamedTuple):

@@ -165,8 +165,9 @@ class Objective:
         `last_alpha`: alpha of each position over the last global batch, for lk_lambda; None in the first step.
         """
         aligned = align(unrolled, signals)
-        terms = self.terms
-        weights = DraftWeights(aligned.positions, self.draft_length) if ACCEPTED_LENGTH in terms else None
+        terms, weights = self.terms, None
+        if ACCEPTED_LENGTH in terms:
+            weights = DraftWeights(aligned.positions, self.draft_length, signals.mask_BT.shape[1])
         sums = _Sums.of(aligned)
         parts = self._parts(aligned, sums, weights, lm_head, last_alpha or [0.0] * len(unrolled))
         states = [position.student_ND for position in aligned.positions]

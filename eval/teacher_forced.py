@@ -6,7 +6,7 @@ autoregressive drafters read the target's states up to the anchor and their own 
 every anchor, with the same attention as in decoding.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -226,28 +226,23 @@ def agreement_of(
     """
     stats: list[PositionStats] = [{} for _ in texts]
     entries = _entries(drafter, signals, positions)
-    by_tokens_alone = len(entries) == 1 and _serves_all(entries[0])
     width = signals.mask_BT.shape[1]
-    all_places = [list(_places(entry, column, texts, width)) for column, entry in enumerate(entries)]
-    total = sum(map(len, all_places))
-    for column, (entry, places) in enumerate(zip(entries, all_places, strict=True)):
-        if not places:
-            continue
-        rows_N, states_N, targets_N, anchors_N = torch.tensor(places).T
+    anchored = [_Anchored.of(entry, column, texts, width) for column, entry in enumerate(entries)]
+    total = sum(len(some.rows_N) for some in anchored)
+    for column, (entry, some) in enumerate(zip(entries, anchored, strict=True)):
         size = max(1, CHUNK // lm_head.weight.shape[0])
         parts: list[dict[str, Tensor]] = []
-        for start in range(0, len(places), size):
-            part = slice(start, start + size)
-            rows = _rows(lm_head, drafter, entry, signals, rows_N[part], states_N[part], targets_N[part])
+        for start in range(0, len(some.rows_N), size):
+            rows = _rows(lm_head, drafter, entry, signals, some.at(slice(start, start + size)))
             parts += [measure(block) for block in _blocks(rows)]
             done(len(texts) * len(rows.labels_N) / total)
-        for name in parts[0]:
+        for name in parts[0] if parts else ():
             values_N = torch.cat([part[name] for part in parts]).double().cpu().numpy()
             for row, text in enumerate(texts):
                 table = stats[row].setdefault(name, np.zeros((text.anchors, positions)))
-                mine = (rows_N == row).numpy()
-                table[anchors_N.numpy()[mine], column] = values_N[mine]
-    if by_tokens_alone:
+                mine = (some.rows_N == row).numpy()
+                table[some.anchors_N.numpy()[mine], column] = values_N[mine]
+    if any(entry.every_depth for entry in entries):
         stats = [{name: _along(table) for name, table in tables.items()} for tables in stats]
     return stats
 
@@ -280,11 +275,6 @@ def _padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor
     return ids_BT, mask_BT
 
 
-def _serves_all(entry: DraftStates) -> bool:
-    """Return whether q depends only on the tokens before a position, not on where the round began."""
-    return not entry.offset and entry.everywhere
-
-
 def _entries(drafter: TrainableDrafter, signals: TeacherSignals, positions: int) -> list[DraftStates]:
     """Return the drafter's states: one entry per draft position, or a single one for all."""
     if drafter.shared_vocabulary is not None:  # ids beyond a smaller vocabulary, as `DraftModel` reads them
@@ -293,26 +283,32 @@ def _entries(drafter: TrainableDrafter, signals: TeacherSignals, positions: int)
     return drafter.unroll(signals)[:positions]
 
 
-def _places(
-    entry: DraftStates, column: int, texts: Sequence[TargetText], length: int
-) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (row, index of the drafter's state, position of the target's p, anchor counted from 0) for one entry.
+class _Anchored(NamedTuple):
+    """The states of one draft position after the anchors of the texts."""
 
-    If the anchor is the text's token t, the target's p for draft position k + 1 is at position t + k.
-    """
-    for state, place in enumerate([] if entry.places_N is None else entry.places_N.tolist()):
-        row, position = divmod(place, length)
-        if place >= 0 and texts[row].prompt_length + column <= position <= len(texts[row].tokens) - 2:
-            yield row, state, position, position - column - texts[row].prompt_length
-    for row, text in enumerate([] if entry.places_N is not None else texts):
-        first, last = text.prompt_length, len(text.tokens) - 2
-        if entry.places_BT is not None:
-            for state, position in enumerate(entry.places_BT[row].tolist()):
-                if first + column <= position <= last:
-                    yield row, state, position, position - column - first
-        else:
-            for position in range(first + column, last + 1):
-                yield row, position - entry.offset, position, position - column - first
+    rows_N: Tensor
+    """The text of each."""
+    states_N: Tensor
+    """Its index among the drafter's states."""
+    positions_N: Tensor
+    """The position of the target's p: of draft position k + 1 it is t + k, where the anchor is the text's token t."""
+    anchors_N: Tensor
+    """Its anchor, counted from 0."""
+
+    @classmethod
+    def of(cls, entry: DraftStates, column: int, texts: Sequence[TargetText], length: int) -> "_Anchored":
+        """Return the states that lie on the new tokens of the texts, in rows of `length`."""
+        places_N = entry.places_N.cpu()
+        rows_N, positions_N = places_N.clamp_min(0) // length, places_N % length
+        anchors_N = positions_N - column - torch.tensor([text.prompt_length for text in texts])[rows_N]
+        anchors_B = torch.tensor([text.anchors for text in texts])
+        inside_N = (places_N >= 0) & (anchors_N >= 0) & (anchors_N + column < anchors_B[rows_N])
+        states_N = inside_N.nonzero()[:, 0]
+        return cls(rows_N[states_N], states_N, positions_N[states_N], anchors_N[states_N])
+
+    def at(self, part: slice) -> "_Anchored":
+        """Return some of them."""
+        return _Anchored(*(index_N[part] for index_N in self))
 
 
 def _rows(
@@ -320,19 +316,17 @@ def _rows(
     drafter: TrainableDrafter,
     entry: DraftStates,
     signals: TeacherSignals,
-    rows_N: Tensor,
-    states_N: Tensor,
-    targets_N: Tensor,
+    some: _Anchored,
 ) -> Rows:
-    states_ND = entry.hidden_BTD[states_N] if entry.places_N is not None else entry.hidden_BTD[rows_N, states_N]
-    p_NV, logits_ND = lm_head(signals.hidden_BTH[rows_N, targets_N]), entry.head(states_ND)
+    states_ND = entry.states_ND[some.states_N]
+    p_NV, logits_ND = lm_head(signals.hidden_BTH[some.rows_N, some.positions_N]), entry.head(states_ND)
     known, q_NV = drafter.shared_vocabulary, logits_ND
     if entry.vocabulary_D is not None:
         q_NV = logits_ND.new_full(p_NV.shape, -torch.inf)
         q_NV[:, entry.vocabulary_D] = logits_ND
     if known is not None:
         q_NV = fitted(q_NV, (known, p_NV.shape[1]))
-    labels_N = signals.input_ids_BT[rows_N, targets_N + 1]
+    labels_N = signals.input_ids_BT[some.rows_N, some.positions_N + 1]
     sure_N = None if entry.confidence is None else entry.confidence(states_ND).sigmoid()
     return Rows(p_NV, q_NV, labels_N, sure_N)
 

@@ -216,8 +216,8 @@ class NetworkDrafter(TrainableDrafter, Generic[Network]):
             unrolled.append(
                 DraftStates(
                     states_1XH[0],
+                    read.towards(k + 1),
                     body.head,
-                    places_N=read.towards(k + 1),
                     vocabulary_D=tokens,
                     regresses=self.regresses,
                     head_parameters=self._head_parameters(),

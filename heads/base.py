@@ -198,19 +198,18 @@ class TeacherSignals:
 
 @dataclass(frozen=True)
 class DraftStates:
-    """Teacher-forced states of a drafter for one draft position; logits are computed from them in chunks."""
+    """Teacher-forced states of a drafter for one draft position; logits are computed from them in chunks.
 
-    hidden_BTD: Tensor
-    """[B, T, D], or with `places_N` [N, D]."""
+    In every draft position, the states with the same index belong to the same draft.
+    """
+
+    states_ND: Tensor
+    places_N: Tensor
+    """The place in the flattened batch [B * T] whose target distribution each state is trained towards, -1 for none."""
     head: Callable[[Tensor], Tensor]
     """Maps states [n, D] to logits [n, V], or to the logits of the draft vocabulary."""
-    offset: int = 0
-    """State t is trained towards the target's distribution at position t + offset."""
-    places_BT: Tensor | None = None
-    """For states at chosen positions only: the target's position that each state is trained towards, -1 for none."""
-    places_N: Tensor | None = None
-    """For states [N, D] at chosen positions of any rows: the place in the flattened batch [B * T] that each state is
-    trained towards, -1 for none; otherwise ascending."""
+    every_depth: bool = False
+    """The states are those of `everywhere`, which are the only entry and predict every token of a draft."""
     vocabulary_D: Tensor | None = None
     """The token of each row of the head; None for the target's whole vocabulary."""
     regresses: bool = False
@@ -220,10 +219,29 @@ class DraftStates:
     head_parameters: tuple[nn.Parameter, ...] = ()
     """Trainable parameters of a head that is not a module."""
 
-    @property
-    def everywhere(self) -> bool:
-        """Whether there is a state at every position."""
-        return self.places_BT is None and self.places_N is None
+    @classmethod
+    def everywhere(cls, states_BTD: Tensor, head: Callable[[Tensor], Tensor], **options: Any) -> Self:
+        """Return the states at all positions of a drafter whose q depends on the text's tokens alone.
+
+        Wherever a draft begins, each of them predicts the token after its position.
+        """
+        B, T = states_BTD.shape[:2]
+        positions_BT = torch.arange(T, device=states_BTD.device).expand(B, T)
+        return cls.in_rows(states_BTD, positions_BT, T, head, every_depth=True, **options)
+
+    @classmethod
+    def in_rows(
+        cls, states_BAD: Tensor, positions_BA: Tensor, length: int, head: Callable[[Tensor], Tensor], **options: Any
+    ) -> Self:
+        """Return states that are trained towards positions of their row; positions outside of [0, length) are none."""
+        starts_B1 = torch.arange(len(states_BAD), device=states_BAD.device)[:, None] * length
+        inside_BA = (positions_BA >= 0) & (positions_BA < length)
+        places_BA = (positions_BA + starts_B1).where(inside_BA, -1)
+        return cls(states_BAD.flatten(0, 1), places_BA.flatten(), head, **options)
+
+    def trained(self, mask_BT: Tensor) -> Tensor:
+        """Return for each state [N] whether its place is in the loss mask."""
+        return mask_BT.flatten().index_select(0, self.places_N.clamp_min(0)) & (self.places_N >= 0)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return all parameters that are trained between states and logits."""

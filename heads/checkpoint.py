@@ -234,7 +234,7 @@ def _require_runs(drafter: TrainableDrafter, name: str | Path, target: PreTraine
     try:
         with torch.random.fork_rng(devices=[]):
             for unrolled in drafter.unroll(signals):
-                unrolled.head(unrolled.hidden_BTD[..., -1:, :])
+                unrolled.head(unrolled.states_ND[-1:])
     except UNREADABLE as error:
         why = reason_of(error, whole=True)
         raise ConfigError(f"drafter={name} cannot compute with its config.json ({why}); expected another") from error

@@ -252,17 +252,18 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         tokens, unrolled = None if body.vocabulary is None else body.vocabulary.tokens_D, []
         carried: Tensor | None = None
         for k in range(self.steps):
-            places_BA = torch.where((anchors_BA >= 0) & (anchors_BA + k + 1 < T), anchors_BA + k, -1)
+            towards_BA = torch.where((anchors_BA >= 0) & (anchors_BA + k + 1 < T), anchors_BA + k, -1)
             if documents_BT is not None:
-                left_BA = documents_BT.gather(1, places_BA.clamp_min(0)) != documents_BT.gather(1, chosen_BA)
-                places_BA = places_BA.masked_fill(left_BA, -1)
-            states_BAD = self._with_token(states_BAbH[:, :, k + body.first], ids_BT.gather(1, places_BA.clamp_min(0)))
+                left_BA = documents_BT.gather(1, towards_BA.clamp_min(0)) != documents_BT.gather(1, chosen_BA)
+                towards_BA = towards_BA.masked_fill(left_BA, -1)
+            states_BAD = self._with_token(states_BAbH[:, :, k + body.first], ids_BT.gather(1, towards_BA.clamp_min(0)))
             states_BAD, carried = self._with_latent(states_BAD, carried)
             unrolled.append(
-                DraftStates(
+                DraftStates.in_rows(
                     states_BAD,
+                    towards_BA,
+                    T,
                     self._logits_of,
-                    places_BT=places_BA,
                     vocabulary_D=tokens,
                     confidence=None if self.confidence is None else self._confidence_logits,
                     head_parameters=self._head_parameters(),

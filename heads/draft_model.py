@@ -179,7 +179,7 @@ class DraftModel(TrainableDrafter):
             signals.source_mask_BS,
             signals.documents_BT,
         )
-        return [DraftStates(states_BTD, logits_head(self.model), offset=0)]
+        return [DraftStates.everywhere(states_BTD, logits_head(self.model))]
 
 
 def _pretrained(name: str, target: PreTrainedModel) -> PreTrainedModel:

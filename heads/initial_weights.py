@@ -174,12 +174,5 @@ def lm_head_inputs(head: nn.Linear, entries: Sequence[DraftStates], signals: Tea
 
 def _trained(entry: DraftStates, signals: TeacherSignals) -> Tensor:
     """Return the states [n, D] of an entry that are trained; all of them where the batch trains none."""
-    if entry.places_N is not None:
-        places, states_nD = entry.places_N, entry.hidden_BTD
-        kept = signals.mask_BT.flatten()[places.clamp_min(0)] & (places >= 0)
-    elif entry.places_BT is not None:
-        places, states_nD = entry.places_BT, entry.hidden_BTD.flatten(0, 1)
-        kept = (signals.mask_BT.gather(1, places.clamp_min(0)) & (places >= 0)).flatten()
-    else:
-        states_nD, kept = entry.hidden_BTD.flatten(0, 1), signals.mask_BT.flatten()
-    return states_nD[kept] if kept.any() else states_nD
+    kept_N = entry.trained(signals.mask_BT)
+    return entry.states_ND[kept_N] if kept_N.any() else entry.states_ND

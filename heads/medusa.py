@@ -125,7 +125,7 @@ class HeadsDrafter(TrainableDrafter):
         read, vocabulary = ReadPositions(signals, self.num_heads), self.draft_vocabulary
         tokens_D = None if vocabulary is None else vocabulary.tokens_D
         return [
-            DraftStates(state_NH, self.lm_heads[k], places_N=read.towards(k + 1), vocabulary_D=tokens_D)
+            DraftStates(state_NH, read.towards(k + 1), self.lm_heads[k], vocabulary_D=tokens_D)
             for k, state_NH in enumerate(self.trained_states(self.teacher_states(signals, read), read))
         ]
 

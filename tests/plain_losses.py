@@ -1,6 +1,7 @@
 """The formulas of the objectives in plain products, and random inputs for them."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,4 +49,10 @@ def three_positions(generator: torch.Generator) -> tuple[TeacherSignals, nn.Modu
     lm_head = nn.Linear(H, V, bias=False).double().requires_grad_(False)
     head = nn.Linear(D, V).double()
     states = [torch.randn(B, T, D, dtype=torch.float64, generator=generator, requires_grad=True) for _ in range(3)]
-    return signals, lm_head, [DraftStates(state, head, offset=k + 1) for k, state in enumerate(states)], states
+    return signals, lm_head, [shifted(state, head, k + 1) for k, state in enumerate(states)], states
+
+
+def shifted(states_BTD: Tensor, head: nn.Module, by: int, **options: Any) -> DraftStates:
+    """Return states at all positions t, each trained towards t + by."""
+    count, length, _ = states_BTD.shape
+    return DraftStates.in_rows(states_BTD, (torch.arange(length) + by).expand(count, -1), length, head, **options)

@@ -5,6 +5,7 @@ also work on tensors with data.
 """
 
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -116,19 +117,22 @@ def sequence_length(recipe: Recipe) -> int:
     return recipe.data.prompt_tokens + recipe.data.response_tokens
 
 
-def _batch(recipe: Recipe, config: PreTrainedConfig, processes: int) -> Batch:
-    """Return the largest batch of a process in one accumulation step; with packing, every row is one document."""
+def batch_shape(recipe: Recipe, config: PreTrainedConfig, processes: int) -> tuple[int, int]:
+    """Return rows and positions of the largest batch of a process in one accumulation step."""
     shares = processes // recipe.train.sequence_parallel * recipe.train.gradient_accumulation
     rows = max(1, recipe.train.batch_size // max(1, shares))
+    return rows, recipe.data.response_tokens + 1 if config.is_encoder_decoder else sequence_length(recipe)
+
+
+def _batch(recipe: Recipe, config: PreTrainedConfig, processes: int) -> Batch:
+    """Return the largest batch; with packing, every row is one document."""
+    ids_BT = torch.zeros(batch_shape(recipe, config, processes), dtype=torch.long)
+    mask_BT = torch.ones_like(ids_BT)
     source_BS = source_mask_BS = None
     if config.is_encoder_decoder:
-        source_BS = torch.zeros(rows, recipe.data.prompt_tokens, dtype=torch.long)
-        ids_BT = torch.zeros(rows, recipe.data.response_tokens + 1, dtype=torch.long)
+        source_BS = torch.zeros(len(ids_BT), recipe.data.prompt_tokens, dtype=torch.long)
         source_mask_BS = torch.ones_like(source_BS)
-    else:
-        ids_BT = torch.zeros(rows, sequence_length(recipe), dtype=torch.long)
-    mask_BT = torch.ones_like(ids_BT)
-    return Batch(ids_BT, mask_BT, mask_BT.bool(), source_BS, source_mask_BS, list(range(rows)))
+    return Batch(ids_BT, mask_BT, mask_BT.bool(), source_BS, source_mask_BS, list(range(len(ids_BT))))
 
 
 def _teacher(recipe: Recipe, target: PreTrainedModel, drafter: TrainableDrafter) -> Teacher:
@@ -163,9 +167,12 @@ ATEN = torch.ops.aten
 
 
 @contextmanager
-def without_data(device: torch.device | str, marked_share: float = 1.0) -> Iterator["LiveBytes"]:
+def without_data(
+    recipe: Recipe, config: PreTrainedConfig, device: torch.device | str, processes: int
+) -> Iterator["LiveBytes"]:
     """Create tensors on `device` without data, and count their bytes, until the context ends."""
-    with FakeTensorMode(), LiveBytes(marked_share) as live, torch.device(device), _masks_without_documents():
+    live = LiveBytes(marked_share(recipe, config), math.prod(batch_shape(recipe, config, processes)))
+    with FakeTensorMode(), live, torch.device(device), _masks_without_documents():
         yield live
 
 
@@ -190,15 +197,16 @@ class LiveBytes(TorchDispatchMode):
     """Counts `now` and `peak` bytes of live storages that operations inside the context have created.
 
     Under torch's FakeTensorMode nothing has data, so operations that depend on data follow a rule: a mask selects
-    `marked_share` of its positions (a mask of one dimension, over positions that were chosen, all), `bucketize` divides
-    sorted numbers evenly, and a scalar is 0 or False. Workspace of kernels and memory that the allocator keeps are not
-    counted.
+    `marked_share` of its positions (a mask of one dimension all, but no more than that share of the batch's
+    `positions`), `bucketize` divides sorted numbers evenly, and a scalar is 0 or False. Workspace of kernels and memory
+    that the allocator keeps are not counted.
     """
 
-    def __init__(self, marked_share: float = 1.0) -> None:
+    def __init__(self, marked_share: float = 1.0, positions: int = sys.maxsize) -> None:
         super().__init__()
         self.now = self.peak = 0
         self._marked_share = marked_share
+        self._most = math.ceil(marked_share * positions)
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, operation: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
@@ -219,7 +227,7 @@ class LiveBytes(TorchDispatchMode):
             # nn.Module.to cannot swap a parameter with such a reference.
             operation(*arguments)
         if operation is ATEN.nonzero.default:
-            count = self._marked(first) if first.dim() > 1 else first.numel()
+            count = self._marked(first) if first.dim() > 1 else min(first.numel(), self._most)
             return first.new_empty((count, first.dim()), dtype=torch.long)
         if operation is ATEN.bucketize.Tensor:
             return _even_bounds(first.numel(), arguments[1].numel())

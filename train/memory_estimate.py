@@ -21,7 +21,6 @@ from draftsmith.heads.model_config import layer_value
 from draftsmith.train.fake_run import (
     LiveBytes,
     dry_step,
-    marked_share,
     require_plain,
     sequence_length,
     target_of,
@@ -137,7 +136,7 @@ def estimate_memory(
     """
     require_plain(config)
     data = recipe.data
-    with without_data(device, marked_share(recipe, config)) as live:
+    with without_data(recipe, config, device, processes) as live:
         target = target_of(recipe, config)
         weights = live.now
         step = dry_step(recipe, target, device=device, processes=processes, bf16=bf16)

@@ -16,7 +16,6 @@ from draftsmith.heads.hidden_states import final_states
 from draftsmith.train.fake_run import (
     Operations,
     dry_step,
-    marked_share,
     require_plain,
     target_of,
     without_data,
@@ -153,7 +152,7 @@ def estimate_work(
     """
     require_plain(config)
     data, train = recipe.data, recipe.train
-    with without_data(device, marked_share(recipe, config)):
+    with without_data(recipe, config, device, processes):
         target = target_of(recipe, config)
         reading, writing = _weights_used(target)
         size = next(target.parameters()).element_size()

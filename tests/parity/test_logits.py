@@ -158,10 +158,7 @@ def test_heads_with_the_targets_lm_head_draft_with_its_operations(
     signals = OnlineTeacher(target, drafter.needs.layers).signals(Batch(ids_1T, torch.ones_like(ids_1T), mask_1T))
     entry = drafter.unroll(signals)[0]
     place = len(prompt)  # of the token that the target adds to the prompt before the first draft
-    states_ND, places = entry.hidden_BTD, entry.places_N
-    if entry.places_BT is not None:
-        states_ND, places = states_ND[0], entry.places_BT[0]
-    state_D = states_ND[places.tolist().index(place)]
+    state_D = entry.states_ND[entry.places_N.tolist().index(place)]
     lm_head = target.get_output_embeddings()
     assert lm_head is not None
     plain_V = lm_head(state_D)

@@ -259,11 +259,11 @@ def test_layers_of_the_targets_own_class_train_as_they_decode(name: str, tmp_pat
     for parameter in drafter.parameters():
         parameter.requires_grad_(True)
     unrolled = drafter.unroll(TeacherSignals(ids, mask, hidden, mask.bool(), features_BTF=hidden))
-    logits = torch.stack([entry.head(entry.hidden_BTD[len(PROMPT) - 1]) for entry in unrolled])
+    logits = torch.stack([entry.head(entry.states_ND[len(PROMPT) - 1]) for entry in unrolled])
     with torch.no_grad():
         decoded = decoded_logits(drafter, target, PROMPT, DRAFTED)
     assert (logits - decoded[: len(unrolled)]).abs().max() < 1e-5 * decoded.abs().max()
-    sum(entry.head(entry.hidden_BTD).square().sum() for entry in unrolled).backward()
+    sum(entry.head(entry.states_ND).square().sum() for entry in unrolled).backward()
     assert all(parameter.grad is not None for parameter in drafter.parameters())
 
 

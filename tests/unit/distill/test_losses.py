@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plain_losses import LAST_ALPHA, B, D, H, T, V, overlap, plain_loss, random_signals, three_positions
+from plain_losses import LAST_ALPHA, B, D, H, T, V, overlap, plain_loss, random_signals, shifted, three_positions
 from torch import Tensor, nn
 
 from draftsmith.distill.losses import LOSSES
@@ -31,9 +31,7 @@ def test_value_and_gradient_equal_the_plain_formula(kind: str, chunk: int) -> No
     heads = [nn.Linear(D, V).double() for _ in range(2)]
     states = [torch.randn(B, T, D, dtype=torch.float64, generator=generator, requires_grad=True) for _ in heads]
     objective = Objective(kind, temperature=0.7, position_decay=0.5, chunk_tokens=chunk)
-    unrolled = [
-        DraftStates(state, head, offset=k + 1) for k, (state, head) in enumerate(zip(states, heads, strict=True))
-    ]
+    unrolled = [shifted(state, head, k + 1) for k, (state, head) in enumerate(zip(states, heads, strict=True))]
     sums = objective(unrolled, signals, lm_head, LAST_ALPHA)
     leaves = [*states, *(parameter for head in heads for parameter in head.parameters())]
     gradients = torch.autograd.grad(sums.loss, leaves)
@@ -102,7 +100,7 @@ def test_no_more_than_one_chunk_of_logits_is_alive() -> None:
     saved: list[int] = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x.numel()), x)[1], lambda x: x)
     with hooks:
-        loss = Objective("kl", chunk_tokens=2)([DraftStates(state, Head(D, V), 0)], signals, lm_head).loss
+        loss = Objective("kl", chunk_tokens=2)([DraftStates.everywhere(state, Head(D, V))], signals, lm_head).loss
     forward_calls = len(rows)
     loss.backward()
     assert max(rows) <= 2
@@ -118,7 +116,7 @@ def test_an_empty_mask_still_reaches_every_parameter() -> None:
     )
     state = torch.randn(B, T, D, requires_grad=True)
     head = nn.Linear(D, V)
-    sums = Objective()([DraftStates(state, head, 0)], empty, nn.Linear(H, V).double())
+    sums = Objective()([DraftStates.everywhere(state, head)], empty, nn.Linear(H, V).double())
     sums.loss.backward()
     assert sums.loss.item() == 0
     assert all(leaf.grad is not None and not leaf.grad.any() for leaf in (state, head.weight, head.bias))
@@ -158,7 +156,7 @@ def test_tokens_outside_the_draft_vocabulary_count_as_misses(kind: str) -> None:
     lm_head = nn.Linear(H, V, bias=False).double().requires_grad_(False)
     head = nn.Linear(D, len(SOME)).double()
     state = torch.randn(B, T, D, dtype=torch.float64, generator=generator)
-    sums = Objective(kind)([DraftStates(state, head, offset=1, vocabulary_D=torch.tensor(SOME))], signals, lm_head)
+    sums = Objective(kind)([shifted(state, head, 1, vocabulary_D=torch.tensor(SOME))], signals, lm_head)
     expected, alpha, match, outside = torch.zeros((), dtype=torch.float64), 0.0, 0, 0
     for b in range(B):
         for t in range(1, T):
@@ -184,7 +182,7 @@ def test_the_terms_of_eagle_hass_and_dspark() -> None:
     lm_head, head = (nn.Linear(H, V, bias=False).double() for _ in range(2))
     state = torch.randn(B, T, H, dtype=torch.float64, generator=generator)
     sure = nn.Linear(H, 1).double()
-    entry = DraftStates(state, head, offset=2, regresses=True, confidence=lambda x: sure(x)[..., 0])
+    entry = shifted(state, head, 2, regresses=True, confidence=lambda x: sure(x)[..., 0])
     weights = {"feature_weight": 0.7, "top_k": 3, "top_k_weight": 0.3, "confidence_weight": 0.2}
     silent = dict.fromkeys(("feature_weight", "top_k_weight", "confidence_weight"), 0.0)
     extra = Objective(**weights)([entry], signals, lm_head).loss - Objective(**silent)([entry], signals, lm_head).loss
@@ -210,12 +208,12 @@ def test_states_at_chosen_places() -> None:
     whole = torch.randn(B, T, D, dtype=torch.float64)
     places = torch.tensor([[4, -1, 0], [1, 2, 3], [10, 9, -1]])
     chosen = torch.stack([whole[b, places[b].clamp_min(0)] for b in range(B)])
-    some = Objective("kl")([DraftStates(chosen, head, places_BT=places)], signals, lm_head)
+    some = Objective("kl")([DraftStates.in_rows(chosen, places, T, head)], signals, lm_head)
     mask = torch.zeros_like(signals.mask_BT)
     for b in range(B):
         mask[b, [place for place in places[b].tolist() if place >= 0]] = True
     kept = TeacherSignals(signals.input_ids_BT, signals.attention_mask_BT, signals.hidden_BTH, signals.mask_BT & mask)
-    all_of_them = Objective("kl")([DraftStates(whole, head)], kept, lm_head)
+    all_of_them = Objective("kl")([DraftStates.everywhere(whole, head)], kept, lm_head)
     assert some.count_K == all_of_them.count_K
     torch.testing.assert_close(some.loss, all_of_them.loss)
 
@@ -230,7 +228,7 @@ def test_labels_are_the_tokens_after_the_states_places(vocabulary: list[int] | N
     places = torch.tensor([[4, -1, 0], [1, 2, 3], [10, 9, -1]])
     state = torch.randn(B, 3, D, dtype=torch.float64, generator=generator, requires_grad=True)
     rows = None if vocabulary is None else torch.tensor(vocabulary)
-    entry = DraftStates(state, head, places_BT=places, vocabulary_D=rows)
+    entry = DraftStates.in_rows(state, places, T, head, vocabulary_D=rows)
     objective = Objective("label", temperature=0.5, chunk_tokens=2)
     ours = objective([entry], signals, lm_head).loss
     expected, learned = torch.zeros((), dtype=torch.float64), 0
@@ -252,7 +250,7 @@ def test_padding_is_no_label() -> None:
     """An unmasked position before the padding does not learn from the pad token."""
     signals = random_signals(torch.Generator().manual_seed(16))
     lm_head, head = nn.Linear(H, V).double(), nn.Linear(D, V).double()
-    entry = DraftStates(torch.randn(B, T, D, dtype=torch.float64), head)
+    entry = DraftStates.everywhere(torch.randn(B, T, D, dtype=torch.float64), head)
     whole = torch.ones_like(signals.mask_BT)
     attention = torch.ones_like(signals.attention_mask_BT)
     attention[:, T - 3 :] = 0
@@ -271,7 +269,7 @@ def test_a_shared_head_has_one_gradient() -> None:
 
     def kept(count: int) -> int:
         states = [torch.randn(B, T, D, dtype=torch.float64) for _ in range(count)]
-        unrolled = [DraftStates(state, head, offset=k + 1) for k, state in enumerate(states)]
+        unrolled = [shifted(state, head, k + 1) for k, state in enumerate(states)]
         with LiveBytes() as live:
             sums = Objective("kl", chunk_tokens=2)(unrolled, signals, lm_head)
             return live.now if sums.loss.requires_grad else 0
@@ -299,13 +297,13 @@ def test_mixes_and_the_decay_by_position() -> None:
 
 def test_the_loss_is_a_sum_over_tokens_however_they_are_batched() -> None:
     """Single rows and rows with more padding give the same sums: no mean is taken before the training loop divides."""
-    signals, lm_head, unrolled, _ = three_positions(torch.Generator().manual_seed(15))
+    signals, lm_head, unrolled, states = three_positions(torch.Generator().manual_seed(15))
     objectives = [Objective(kind) for kind in LOSSES]
 
     def cut(pick: Callable[[Tensor], Tensor]) -> tuple[TeacherSignals, list[DraftStates]]:
         parts = (signals.input_ids_BT, signals.attention_mask_BT, signals.hidden_BTH, signals.mask_BT)
         return TeacherSignals(*map(pick, parts)), [
-            DraftStates(pick(entry.hidden_BTD), entry.head, entry.offset) for entry in unrolled
+            shifted(pick(state), unrolled[k].head, k + 1) for k, state in enumerate(states)
         ]
 
     def padded(x: Tensor) -> Tensor:

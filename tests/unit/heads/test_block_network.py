@@ -83,7 +83,7 @@ def test_blocks_are_made_where_something_is_trained() -> None:
     counts = []
     for trained in (0, 1, 4, 9):
         mask_BT[1, :trained] = True
-        places = [entry.places_BT for entry in drafter.unroll(signals_of(mask_BT))]
-        counts.append(places[0].shape[1])
+        places = [entry.places_N for entry in drafter.unroll(signals_of(mask_BT))]
+        counts.append(len(places[0]) // 2)
         assert (places[0] >= 0).sum() == min(6, max(0, trained - 1))
     assert counts == [1, 1, 3, 6]

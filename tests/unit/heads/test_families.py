@@ -113,15 +113,12 @@ def unrolled_logits(
     mask_1T[0, anchor:] = True
     signals = OnlineTeacher(target, drafter.needs.layers).signals(Batch(ids_1T, torch.ones_like(ids_1T), mask_1T))
     unrolled = drafter.unroll(signals)
-    if len(unrolled) == 1 and unrolled[0].offset == 0:  # a draft model's one state a position serves all depths
+    if unrolled[0].every_depth:
         entry = unrolled[0]
-        return [entry.head(entry.hidden_BTD[0, anchor + k]) for k in range(len(tokens) - anchor - 1)]
+        return [entry.head(entry.states_ND[anchor + k]) for k in range(len(tokens) - anchor - 1)]
     logits = []
     for k, entry in enumerate(unrolled[: len(tokens) - anchor - 1]):
-        if entry.places_N is not None:
-            state_D = entry.hidden_BTD[entry.places_N.tolist().index(anchor + k)]
-        else:
-            state_D = entry.hidden_BTD[0, entry.places_BT[0].tolist().index(anchor + k)]
+        state_D = entry.states_ND[entry.places_N.tolist().index(anchor + k)]
         logits_D = entry.head(state_D[None])[0]
         if entry.vocabulary_D is None:
             logits.append(logits_D)

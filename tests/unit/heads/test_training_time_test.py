@@ -112,9 +112,9 @@ def test_states_and_gradients_are_those_of_the_full_paths(name: str) -> None:
     naive = naive_steps(drafter.body, ids_1T[0], features[0], masks, getattr(drafter, "mask_token", 0))
     weights = {key: torch.randn(32, dtype=torch.float64) for key in naive}
     for (i, j), state_H in naive.items():
-        assert torch.allclose(unrolled[j].hidden_BTD[i], state_H, rtol=0, atol=EXACT), (i, j)
+        assert torch.allclose(unrolled[j].states_ND[i], state_H, rtol=0, atol=EXACT), (i, j)
     inputs = [features, *(p for n, p in drafter.named_parameters() if "lm_head" not in n and n != "body.norm.weight")]
-    ours = sum((weights[i, j] * unrolled[j].hidden_BTD[i]).sum() for i, j in naive)
+    ours = sum((weights[i, j] * unrolled[j].states_ND[i]).sum() for i, j in naive)
     theirs = sum((weights[key] * state_H).sum() for key, state_H in naive.items())
     pairs = zip(
         torch.autograd.grad(ours, inputs, allow_unused=True),
@@ -136,7 +136,7 @@ def test_attention_without_a_fused_kernel(name: str, monkeypatch: pytest.MonkeyP
 
     def run() -> tuple[Tensor, Tensor]:
         signals = TeacherSignals(ids_1T, torch.ones_like(ids_1T), features[..., :32], mask_1T, features)
-        total = sum(entry.hidden_BTD.sin().sum() for entry in drafter.unroll(signals))
+        total = sum(entry.states_ND.sin().sum() for entry in drafter.unroll(signals))
         (gradient,) = torch.autograd.grad(total, [drafter.body.fc.weight])
         return total, gradient
 
@@ -204,7 +204,7 @@ def test_gradients_of_rows_with_prompts_by_a_kernel_that_reads_no_strides(name: 
     signals = TeacherSignals(ids_BT, torch.ones_like(ids_BT), features[..., :32], mask_BT, features)
 
     def gradients() -> Sequence[Tensor]:
-        total = sum(entry.hidden_BTD.sin().sum() for entry in drafter.unroll(signals))
+        total = sum(entry.states_ND.sin().sum() for entry in drafter.unroll(signals))
         return torch.autograd.grad(total, [p for p in drafter.parameters() if p.requires_grad], allow_unused=True)
 
     expected = gradients()
@@ -230,7 +230,7 @@ def test_memory_is_linear_in_the_length(window: int | None, documents: int) -> N
         saved: list[int] = []
         with Largest() as largest:
             with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x.numel()), x)[1], lambda x: x):
-                total = sum(entry.hidden_BTD.sin().sum() for entry in drafter.unroll(signals))
+                total = sum(entry.states_ND.sin().sum() for entry in drafter.unroll(signals))
             torch.autograd.grad(total, [drafter.body.fc.weight])
         return sum(saved), largest.elements
 
