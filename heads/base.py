@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.lm_head import DraftVocabulary
 from draftsmith.heads.rows import Columns
-
-if TYPE_CHECKING:
-    from draftsmith.heads.read_positions import SequencePart
+from draftsmith.heads.sequence_part import SequencePart
 
 # Shapes: B texts, T positions, S source positions, H target hidden size, F size of the target's features per position,
 # D drafter hidden size, n draft nodes, K draft positions, V vocabulary.
@@ -192,7 +190,7 @@ class TeacherSignals:
     """Logarithm of the sum of the exponentials of all of the target's logits, where a cache stores it."""
     argmax_BT: Tensor | None = None
     """The target's most likely tokens, stored with `log_sum_BT`."""
-    part: "SequencePart | None" = None
+    part: SequencePart | None = None
     """The positions at which this process computes states, where processes share each text; None: all."""
 
 

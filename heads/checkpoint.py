@@ -19,7 +19,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
-    AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -41,6 +40,7 @@ from draftsmith.heads.untrusted import (
     read_config,
     require_whole_model,
     shapes_in,
+    shared_vocabulary,
     without_warnings,
 )
 from draftsmith.provenance import model_fingerprints, tokenizer_fingerprint
@@ -284,25 +284,3 @@ def _require_fit(
             f"drafter={name} reads the hidden states of {made_for.name}, and the target's weights are different; "
             "expected the target that it was trained on"
         )
-
-
-def shared_vocabulary(folder: Path | str, name: str | Path, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the number of tokens that a plain transformers checkpoint shares with the target.
-
-    Models of a family pad their embeddings to different sizes, so equal tokenizers may have unequal vocabulary sizes.
-    None for a checkpoint without a tokenizer, of which only the vocabulary size can be compared.
-
-    Raises:
-        ConfigError: for a tokenizer with other tokens than the target's.
-    """
-    try:
-        with without_warnings():
-            own = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError):
-        return None
-    except Exception as error:  # tokenizers and configs raise errors without a common base
-        why = reason_of(error, whole=True)
-        raise ConfigError(f"drafter={name}: its tokenizer cannot be read ({why}); expected a whole one") from error
-    if tokenizer_fingerprint(own) != tokenizer_fingerprint(tokenizer):
-        raise ConfigError(f"drafter={name} has another tokenizer than the target; expected the same token for every id")
-    return len(own)

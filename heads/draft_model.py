@@ -43,7 +43,13 @@ from draftsmith.heads.hidden_states import final_states, layer_lists, layers_nam
 from draftsmith.heads.lm_head import logits_head
 from draftsmith.heads.lora import add_lora, check_lora, whole
 from draftsmith.heads.model_config import context_limit, text_config
-from draftsmith.heads.untrusted import load_all_weights, require_countable, require_whole_model, without_warnings
+from draftsmith.heads.untrusted import (
+    load_all_weights,
+    require_countable,
+    require_whole_model,
+    shared_vocabulary,
+    without_warnings,
+)
 
 MOST_LAYERS = 1024
 """Maximum number of layers of a model that is built from a recipe's config."""
@@ -106,8 +112,6 @@ class DraftModel(TrainableDrafter):
 
     @classmethod
     def require_tokenizer(cls, tokenizer: PreTrainedTokenizerBase, **options: Any) -> None:
-        from draftsmith.heads.checkpoint import shared_vocabulary  # it imports this file
-
         if (name := options.get("model")) is not None:
             shared_vocabulary(name, name, tokenizer)
 

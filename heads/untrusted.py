@@ -20,12 +20,13 @@ from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.utils import logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from draftsmith.errors import ConfigError, reason_of
+from draftsmith.provenance import tokenizer_fingerprint
 from draftsmith.reading import read_json
 
 Shapes = dict[str, tuple[int, ...]]
@@ -215,6 +216,28 @@ IMPLEMENTATIONS = ("attn_implementation", "_attn_implementation", "experts_imple
 """Keys whose value can make transformers download a kernel, which is code, from a repository."""
 
 Text = Annotated[str, Field(max_length=4096)]
+
+
+def shared_vocabulary(folder: Path | str, name: str | Path, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the number of tokens that a plain transformers checkpoint shares with the target.
+
+    Models of a family pad their embeddings to different sizes, so equal tokenizers may have unequal vocabulary sizes.
+    None for a checkpoint without a tokenizer, of which only the vocabulary size can be compared.
+
+    Raises:
+        ConfigError: for a tokenizer with other tokens than the target's.
+    """
+    try:
+        with without_warnings():
+            own = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError):
+        return None
+    except Exception as error:  # tokenizers and configs raise errors without a common base
+        why = reason_of(error, whole=True)
+        raise ConfigError(f"drafter={name}: its tokenizer cannot be read ({why}); expected a whole one") from error
+    if tokenizer_fingerprint(own) != tokenizer_fingerprint(tokenizer):
+        raise ConfigError(f"drafter={name} has another tokenizer than the target; expected the same token for every id")
+    return len(own)
 
 
 class StoredTarget(BaseModel, frozen=True, strict=True, extra="ignore"):

@@ -32,7 +32,7 @@ from draftsmith.distill.teacher import Batch, OnlineTeacher, TargetHead
 from draftsmith.errors import DraftsmithError
 from draftsmith.heads import TrainableDrafter
 from draftsmith.heads.base import TeacherSignals
-from draftsmith.heads.read_positions import SequencePart
+from draftsmith.heads.sequence_part import SequencePart
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.run_parts import check_target, make_step, new_drafter
 from draftsmith.train.step import Last, Teacher

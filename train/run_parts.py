@@ -6,7 +6,7 @@ Training, `draftsmith data prepare` and the memory estimate build these parts he
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -30,6 +30,7 @@ from draftsmith.heads.hidden_states import layers_of
 from draftsmith.heads.lm_head import checked_size, logits_map
 from draftsmith.heads.lora import check_lora
 from draftsmith.heads.model_config import known_tokens, start_token
+from draftsmith.heads.sequence_part import SequencePart
 from draftsmith.provenance import model_fingerprints
 from draftsmith.storage import hold_cache
 from draftsmith.train.data import TrainingData, frequent_tokens, logit_count, prepare_data, say_coverage, token_counts
@@ -40,9 +41,6 @@ from draftsmith.train.placement.offloaded import offload
 from draftsmith.train.progress import in_units
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.step import AgreementStep, CotrainStep, Teacher, collate
-
-if TYPE_CHECKING:
-    from draftsmith.heads.read_positions import SequencePart
 
 COMPARED = 8
 """The first rows of the data, on which a quantized target is compared with the target itself."""
@@ -256,13 +254,11 @@ def quantization_effect(context: RunContext, target: LoadedTarget, rows: Dataset
     return {"saved_bytes": saved, **found._asdict()}
 
 
-def sequence_part(context: RunContext) -> "SequencePart | None":
+def sequence_part(context: RunContext) -> SequencePart | None:
     """Return this process's part of each text; None where every process trains on texts of its own."""
     count, accelerator = context.recipe.train.sequence_parallel, context.accelerator
     if count == 1:
         return None
-    from draftsmith.heads.read_positions import SequencePart
-
     shape = (accelerator.num_processes // count, count)
     mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("texts", "parts"))
     return SequencePart(accelerator.process_index % count, count, mesh["parts"].get_group())
@@ -325,7 +321,7 @@ def make_step(
     teacher: Teacher,
     *,
     sizes: Sizes | None = None,
-    part: "SequencePart | None" = None,
+    part: SequencePart | None = None,
     clock: PartClock | None = None,
 ) -> tuple[AgreementStep, Optimizers, Adapters | None]:
     """Return the step module, its optimizers, and the adapters on the target where the recipe trains them too.

@@ -5,7 +5,7 @@ The rows depend on seed and step alone, so that resuming needs no saved state.
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from datasets import Dataset
@@ -18,11 +18,9 @@ from draftsmith.distill.teacher import Batch, OnlineTeacher, TargetHead
 from draftsmith.heads.base import TeacherSignals, TrainableDrafter
 from draftsmith.heads.hidden_states import ProcessorInputs, document_numbers
 from draftsmith.heads.lora import without_lora
+from draftsmith.heads.sequence_part import SequencePart
 from draftsmith.train.progress import PARTS
 from draftsmith.train.recipe_sections import CotrainSection
-
-if TYPE_CHECKING:
-    from draftsmith.heads.read_positions import SequencePart
 
 # Shapes: B sequences, T positions, S positions of the source, K draft positions, H hidden size, N trained positions.
 
@@ -163,7 +161,7 @@ class AgreementStep(nn.Module):
         objective: Objective,
         teacher: Teacher,
         *,
-        part: "SequencePart | None" = None,
+        part: SequencePart | None = None,
         clock: PartClock | None = None,
     ) -> None:
         """`part`: see `TeacherSignals`. `clock`: measures the parts of the forward pass."""

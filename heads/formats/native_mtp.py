@@ -34,7 +34,7 @@ from draftsmith.heads.formats.common import SAMPLED, Serving, Source, vllm_comma
 from draftsmith.heads.layers import last_norm_is_centred, layer_config
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.model_config import text_config
-from draftsmith.heads.mtp import OPTIONS, MtpNetwork
+from draftsmith.heads.mtp_network import OPTIONS, MtpNetwork
 
 # Shapes: H hidden size.
 

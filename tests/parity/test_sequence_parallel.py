@@ -13,7 +13,7 @@ from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS, unrolled_attention
-from draftsmith.heads.read_positions import SequencePart
+from draftsmith.heads.sequence_part import SequencePart
 from draftsmith.train.recipe import parse_recipe
 from draftsmith.train.run_parts import check_target
 from draftsmith.train.step import AgreementStep, Last
