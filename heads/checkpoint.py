@@ -217,7 +217,7 @@ def _read(
 
 def _published(folder: Path, config: dict[str, Any], target: PreTrainedModel) -> TrainableDrafter | None:
     """Return the drafter of a folder in another project's format, None for other folders."""
-    from draftsmith.heads.formats.published import read_published
+    from draftsmith.heads.formats.readers import read_published
 
     return read_published(folder, config, target)
 

@@ -1,10 +1,10 @@
 """Recipe section and entry of every drafter.
 
 Adding a drafter takes its own file in this package and its section and entry here. The entries give the recipe's
-`drafter` section, `HEADS`, the model card's noun and the export formats.
+`drafter` section, `HEADS`, the model card's noun and the default learning rates.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -200,10 +200,6 @@ class DFlashSection(WindowOption):
     """DSpark: learn the probability that each token is accepted, for the policy `confidence`."""
 
 
-CUSTOM_GENERATE = {"transformers": "transformers.write_custom_generate"}
-"""Export of every drafter: the checkpoint with the code that transformers' `generate` runs."""
-
-
 @dataclass(frozen=True)
 class Rates:
     """Peak learning rates for a target of width 256; see `train/learning_rates.py`."""
@@ -223,8 +219,6 @@ class DrafterEntry:
     """`file.Class` in `heads/`, imported when it is first used."""
     card_name: str
     """Noun for the model card, as in "A … for speculative decoding"."""
-    exports: dict[str, str] = field(default_factory=CUSTOM_GENERATE.copy)
-    """Format: the function in `heads/formats/`, as `file.function`, that writes it."""
     rates: Rates = Rates()
     """Default learning rates."""
 
@@ -234,19 +228,12 @@ DRAFTERS: dict[str, DrafterEntry] = {
         DraftModelSection,
         "draft_model.DraftModel",
         card_name="draft model",
-        exports={
-            "vllm": "transformers.write_for_vllm",
-            "sglang": "transformers.write_for_sglang",
-            "gguf": "llama_cpp.write_draft_model",
-            "transformers": "transformers.write_for_transformers",
-        },
         rates=Rates(muon=3e-3, adamw=2e-3, scaled=True),
     ),
     "medusa": DrafterEntry(
         MedusaSection,
         "medusa.Medusa",
         card_name="set of Medusa heads",
-        exports={"vllm": "heads.write_medusa_for_vllm", **CUSTOM_GENERATE},
     ),
     "hydra": DrafterEntry(
         HydraSection,
@@ -262,49 +249,33 @@ DRAFTERS: dict[str, DrafterEntry] = {
         EagleSection,
         "eagle.Eagle",
         card_name="EAGLE-1 drafter",
-        exports={"sglang": "eagle.write_eagle1_for_sglang", **CUSTOM_GENERATE},
         rates=Rates(muon=1e-2, scaled=True),
     ),
     "hass": DrafterEntry(
         HassSection,
         "eagle.Hass",
         card_name="HASS drafter",
-        exports={"sglang": "eagle.write_eagle1_for_sglang", **CUSTOM_GENERATE},
         rates=Rates(muon=1e-2, scaled=True),
     ),
     "eagle3": DrafterEntry(
         Eagle3Section,
         "eagle3.Eagle3",
         card_name="EAGLE-3 drafter",
-        exports={
-            "vllm": "speculators.write_eagle3_speculator",
-            "sglang": "eagle.write_eagle3_for_sglang",
-            "gguf": "llama_cpp.write_eagle3",
-            **CUSTOM_GENERATE,
-        },
     ),
     "mtp": DrafterEntry(
         MtpSection,
         "mtp.Mtp",
         card_name="multi-token prediction module",
-        exports={"native": "native_mtp.write_native", **CUSTOM_GENERATE},
     ),
     "peagle": DrafterEntry(
         ParallelEagleSection,
         "eagle3.ParallelEagle",
         card_name="P-EAGLE drafter",
-        exports={"vllm": "speculators.write_peagle_speculator", **CUSTOM_GENERATE},
     ),
     "dflash": DrafterEntry(
         DFlashSection,
         "dflash.DFlash",
         card_name="DFlash block drafter",
-        exports={
-            "vllm": "speculators.write_dflash_speculator",
-            "sglang": "blocks.write_dflash_for_sglang",
-            "gguf": "llama_cpp.write_dflash",
-            **CUSTOM_GENERATE,
-        },
         rates=Rates(muon=1e-2, scaled=True),
     ),
 }

@@ -21,7 +21,7 @@ from draftsmith.heads.checkpoint import describe_target, load_drafter, save_draf
 from draftsmith.heads.configs import is_named
 from draftsmith.heads.formats.common import Serving, Source, name_of
 from draftsmith.heads.formats.llama_cpp import gguf_package
-from draftsmith.heads.formats.published import LAYOUTS, write_layout
+from draftsmith.heads.formats.writers import LAYOUTS
 from draftsmith.heads.untrusted import local_folder, read_config
 from draftsmith.hub.conventions import Reading, readings_of
 from draftsmith.hub.vllm import reading_of_vllm
@@ -126,7 +126,7 @@ def export_drafter(
     with atomic_folder(out) as temporary:
         source = Source(drafter, target, temporary, target_name, length, chosen, made_for, tokenizer)
         with torch.no_grad():
-            serving = write_layout(format, source)
+            serving = LAYOUTS[format][drafter.type](source)
         write_text(temporary / "README.md", _readme(source, serving, format, revision, out.name))
         tensors = _tensors(temporary)
     return Exported(out, tensors, serving, drafter.target_quality is not None)

@@ -30,7 +30,7 @@ from draftsmith.eval.settings import Session, Settings
 from draftsmith.heads.base import Drafter, TrainableDrafter
 from draftsmith.heads.configs import is_named
 from draftsmith.heads.formats.common import RARE_IN_SGLANG, SGLANG, VLLM, vllm_type
-from draftsmith.heads.formats.published import LAYOUTS
+from draftsmith.heads.formats.writers import LAYOUTS
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.untrusted import local_folder, read_config
 from draftsmith.terminal import stage

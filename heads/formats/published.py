@@ -1,15 +1,11 @@
-"""Drafter folders of other projects: the layouts by name, and checked access to config.json and tensors.
-
-`config.json` and the names of the tensors identify the layout of a folder; only safetensors weights are read.
+"""Drafter folders of other projects: checked access to config.json and tensors; only safetensors weights are read.
 
 Layouts count the target's layers in two ways: the id k of vLLM's speculators is transformers' `hidden_states[k]`, as in
 `Needs.layers`; SGLang's id k is the output of block k, counted from 0, which is `hidden_states[k + 1]`.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +17,9 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedMo
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.base import TrainableDrafter
-from draftsmith.heads.configs import DRAFTERS
-from draftsmith.heads.formats.common import Serving, Source, scales_embeddings
+from draftsmith.heads.formats.common import scales_embeddings
 from draftsmith.heads.layers import windows_of
 from draftsmith.heads.lm_head import DraftVocabulary, weight_of
-from draftsmith.heads.model_config import text_config
 
 # Shapes: H hidden size, V target vocabulary, D draft vocabulary, F features.
 
@@ -195,95 +188,3 @@ def _kind_and_shape(tensor: Tensor) -> str:
     """Return the words for a tensor in errors: `float [32, 64]`."""
     kind = "float" if tensor.is_floating_point() else "bool" if tensor.dtype == torch.bool else "int"
     return f"{kind} {list(tensor.shape)}"
-
-
-FORMATS = ("vllm", "sglang", "gguf", "native", "transformers")
-
-
-def _function(name: str) -> Callable[..., Any]:
-    """Return the function of `heads/formats/` that `file.function` names."""
-    file, _, function = name.partition(".")
-    return getattr(import_module(f"draftsmith.heads.formats.{file}"), function)
-
-
-LAYOUTS: dict[str, dict[str, str]] = {
-    format: {kind: entry.exports[format] for kind, entry in DRAFTERS.items() if format in entry.exports}
-    for format in FORMATS
-}
-"""By format and type of drafter, the function that writes it, as `file.function`."""
-
-
-def write_layout(format: str, source: Source[Any]) -> Serving:
-    """Write a drafter in one of `LAYOUTS`, which has its type."""
-    return _function(LAYOUTS[format][source.drafter.type])(source)
-
-
-SPECULATORS: dict[str, str] = {
-    "dflash": "blocks.read_speculators_block",
-    "dspark": "blocks.read_speculators_block",
-    "eagle3": "eagle.read_eagle3",
-    "mtp": "speculators.read_mtp",
-    "peagle": "eagle.read_eagle3",
-}
-"""Readers of the layout of vLLM's speculators, as `file.function`, by `speculators_model_type`."""
-ARCHITECTURES: dict[str, str] = {
-    "DFlashDraftModel": "blocks.read_zlab",
-    "DSparkDraftModel": "blocks.read_deepspec",
-    "Eagle3LlamaForCausalLM": "eagle.read_eagle3",
-    "LlamaForCausalLMEagle3": "eagle.read_eagle3",
-    "MLPSpeculatorPreTrainedModel": "heads.read_fms",
-    "Qwen3DSparkModel": "blocks.read_deepspec",
-    "Qwen3Eagle3Model": "eagle.read_deepspec_eagle3",
-    "QwenDFlashDraftModel": "blocks.read_zlab",
-}
-"""Readers of flat layouts, by the class that config.json names."""
-OF_DRAFTERS = re.compile(r"DraftModel$|Eagle|DSpark")
-"""Names of classes of drafters, which are not read as language models."""
-
-
-def read_published(folder: Path, config: dict[str, Any], target: PreTrainedModel) -> TrainableDrafter | None:
-    """Return the drafter in `folder`, not attached yet, or None where the layout is not recognised.
-
-    Args:
-        config: content of its config.json.
-
-    Raises:
-        ConfigError: for a drafter that does not fit `target` or that has an unsupported option.
-    """
-    published = Published(folder, config, {}, target, text_config(target))
-    name = _reader(published)
-    if name is None:
-        return None
-    published.tensors = read_tensors(folder)
-    if not published.tensors:
-        raise published.refusal("no *.safetensors in the folder", "weights in such files: pickled ones are not read")
-    published.allow("logit_scale", config.get("logit_scale", 1.0), (1.0,))
-    with torch.no_grad():
-        drafter: TrainableDrafter = _function(name)(published)
-    drafter.draft_length_hint = published.draft_length(drafter.max_draft_length or LARGE)
-    if "speculators_model_type" in config:
-        drafter.shared_tensors = tuple(sorted(published.shared))
-    return drafter
-
-
-def _reader(published: Published) -> str | None:
-    """Return the reader of the folder's layout, as `file.function`; None for an unknown one."""
-    config, kind = published.config, published.config.get("speculators_model_type")
-    if kind is not None:
-        return SPECULATORS[published.allow("speculators_model_type", kind, tuple(SPECULATORS))]
-    if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
-        return "heads.read_medusa"
-    if "hydra_head_arch" in config or "hydra_num_heads" in config:
-        return "heads.read_hydra"
-    named = config.get("architectures")
-    name = str(named[0]) if isinstance(named, list) and named else ""
-    if name in ARCHITECTURES:
-        return ARCHITECTURES[name]
-    parts = {tensor.split(".")[0] for tensor in read_tensors(published.folder, names_only=True)}
-    if "midlayer" in parts:
-        return "eagle.read_eagle3"
-    if {"fc", "layers"} <= parts and "norm" not in parts:
-        return "eagle.read_eagle1"
-    if OF_DRAFTERS.search(name):
-        raise published.refusal(f"a {name}", f"one of {', '.join(ARCHITECTURES)}")
-    return None

@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 from draftsmith import load_drafter
 from draftsmith.heads import HEADS as TYPES
 from draftsmith.heads.base import TrainableDrafter
-from draftsmith.heads.formats.published import LAYOUTS
+from draftsmith.heads.formats.writers import LAYOUTS
 from draftsmith.hub.export import Exported, export_drafter
 
 

@@ -15,7 +15,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.heads.formats.common import RARE_IN_SGLANG, SGLANG, VLLM, vllm_type
-from draftsmith.heads.formats.published import LAYOUTS
+from draftsmith.heads.formats.writers import LAYOUTS
 from draftsmith.hub.model_card import is_local, without_local_paths, write_card
 from draftsmith.train.recipe import parse_recipe
 

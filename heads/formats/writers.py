@@ -1,0 +1,36 @@
+"""The layouts in which drafters are written for other projects; all drafters are imported with this file."""
+
+from collections.abc import Callable
+from typing import Any
+
+from draftsmith.heads.configs import DRAFTERS
+from draftsmith.heads.formats import blocks, eagle, heads, llama_cpp, native_mtp, speculators, transformers
+from draftsmith.heads.formats.common import Serving, Source
+
+LAYOUTS: dict[str, dict[str, Callable[[Source[Any]], Serving]]] = {
+    "vllm": {
+        "draft_model": transformers.write_for_vllm,
+        "medusa": heads.write_medusa_for_vllm,
+        "eagle3": speculators.write_eagle3_speculator,
+        "peagle": speculators.write_peagle_speculator,
+        "dflash": speculators.write_dflash_speculator,
+    },
+    "sglang": {
+        "draft_model": transformers.write_for_sglang,
+        "eagle": eagle.write_eagle1_for_sglang,
+        "hass": eagle.write_eagle1_for_sglang,
+        "eagle3": eagle.write_eagle3_for_sglang,
+        "dflash": blocks.write_dflash_for_sglang,
+    },
+    "gguf": {
+        "draft_model": llama_cpp.write_draft_model,
+        "eagle3": llama_cpp.write_eagle3,
+        "dflash": llama_cpp.write_dflash,
+    },
+    "native": {"mtp": native_mtp.write_native},
+    "transformers": {
+        **dict.fromkeys(DRAFTERS, transformers.write_custom_generate),
+        "draft_model": transformers.write_for_transformers,
+    },
+}
+"""By format and type of drafter, the function that writes it."""
