@@ -15,12 +15,12 @@ from transformers import PreTrainedTokenizerFast
 
 from draftsmith.heads.initial_weights import InputSizes
 from draftsmith.heads.medusa import Medusa
-from draftsmith.train.run_parts import load_parts
 from draftsmith.train.initial_weights import start_drafter
 from draftsmith.train.launch import RunContext, make_accelerator
 from draftsmith.train.optimizers import MEASURED_TOTAL, OPTIMIZERS, Trained
 from draftsmith.train.recipe import Recipe, load_recipe
 from draftsmith.train.run_folder import read_metrics
+from draftsmith.train.run_parts import load_parts
 from draftsmith.train.step import collate
 from draftsmith.train.trainer import train
 
