@@ -92,14 +92,8 @@ class DataSection(Section):
     """Sampling temperature of the responses."""
     batch_size: Count = 64
     """Prompts that are decoded together."""
-    drafter_share: Annotated[Number, Field(ge=0, le=1)] = 0.0
-    """Share of the prompts whose responses the current drafter writes by itself; for draft models."""
-    refresh_every: Count | None = None
-    """Sample all responses again every so many steps, with the current drafter."""
     server: ServerSection | None = None
     """Sample the responses from a running server of the target instead of in this process."""
-    speculate: bool = True
-    """Speed up that sampling with the drafter; false is faster where verifying a batch costs as much as decoding."""
     chat_template: str | None = None
     """A file with a chat template that replaces the tokenizer's, 'vicuna', or 'plain', which joins the texts of the
     messages by line breaks; needed for messages where the tokenizer has none."""

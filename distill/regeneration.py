@@ -7,7 +7,6 @@ for another data set, only the questions that were not answered before are asked
 
 import json
 import os
-import random
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +28,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.model_config import context_limit, eos_tokens
 from draftsmith.metrics import tau
-from draftsmith.provenance import fingerprint, fingerprint_of_numbers, model_fingerprint
+from draftsmith.provenance import fingerprint, fingerprint_of_numbers
 from draftsmith.storage import atomic_folder, cache_dir, hold_cache, write_json, writing
 from draftsmith.terminal import Bars, Terminal, units
 
@@ -59,13 +58,11 @@ class Share:
 
 @dataclass
 class Sampler:
-    """Sample responses with the speculative decoder, and for a share of the prompts with the drafter alone.
+    """Sample the target's responses.
 
     Args:
         data: how many tokens to sample, how often and at which temperature.
         drafter: proposes tokens; the distribution stays the target's. None decodes with the target alone.
-        speculate: use the drafter for proposals; otherwise it only answers its share.
-        draft_length: by default the drafter's own.
     """
 
     target: LoadedTarget
@@ -73,8 +70,6 @@ class Sampler:
     data: DataSection
     seed: int
     drafter: Drafter | None = None
-    speculate: bool = True
-    draft_length: int | None = None
     rounds: int = field(default=0, init=False)
     tokens: int = field(default=0, init=False)
     """Tokens so far; divided by `rounds`, the target's forward passes, they give tau."""
@@ -83,22 +78,7 @@ class Sampler:
         self.advance: Callable[[float], None] = lambda _: None
         """Called with the tokens that a round adds to an answer, as a share of the longest possible answer."""
         self._limit = context_limit(self.target.model.config)
-        proposes = self.speculate and self.drafter is not None
-        self._decoder = (
-            SpeculativeDecoder(self.target.model, drafter=self.drafter, draft_length=self.draft_length)
-            if proposes
-            else SpeculativeDecoder(self.target.model)
-        )
-        self._own: SpeculativeDecoder | None = None
-        if self.data.drafter_share:
-            model = None if self.drafter is None else self.drafter.language_model
-            if model is None:
-                kind = None if self.drafter is None else self.drafter.type
-                raise ConfigError(
-                    f"data.drafter_share={self.data.drafter_share} with drafter.type={kind!r}; expected a "
-                    "'draft_model', which generates without its target"
-                )
-            self._own = SpeculativeDecoder(model)
+        self._decoder = SpeculativeDecoder(self.target.model, drafter=self.drafter)
 
     def answer(self, rows: list[dict[str, Any]], indices: list[int], response: int = 0) -> list[dict[str, Any]]:
         """Return rows of `input_ids`, `spans`, `question` (its index) and `messages` (JSON, '' for plain text).
@@ -123,32 +103,20 @@ class Sampler:
         return self._limit is None or len(prompt) + self.data.response_tokens <= self._limit
 
     def _decode(self, texts: list[Asked], turn: int, response: int) -> list[DecodeOutput]:
-        outputs: dict[int, DecodeOutput] = {}
-        by_drafter = [text for text in texts if self._own is not None and self._drawn(text.number, response)]
-        others = [text for text in texts if text not in by_drafter]
-        for decoder, group in ((self._decoder, others), (self._own, by_drafter)):
-            if decoder is None or not group:
-                continue
-            seeds = [text_seed(self.seed, response, turn, text.number) for text in group]
-            shares = [1 / (self.data.response_tokens * text.turns) for text in group]
-            answers = decoder.generate_batch(
-                [text.prompt for text in group],
-                inputs=[text.inputs for text in group],
-                seeds=seeds,
-                eos_token_id=sorted(eos_tokens(self.target.model.config, self.target.model.generation_config)),
-                max_new_tokens=self.data.response_tokens,
-                temperature=self.data.temperature,
-                on_tokens=lambda place, new, _, shares=shares: self.advance(len(new) * shares[place]),
-            )
-            outputs |= {text.index: output for text, output in zip(group, answers, strict=True)}
-            if decoder is self._decoder:
-                self.rounds += sum(1 + len(output.rounds) for output in answers)
-                self.tokens += sum(len(output.tokens) for output in answers)
-        return [outputs[text.index] for text in texts]
-
-    def _drawn(self, number: int, response: int) -> bool:
-        which = f"{self.seed}:{number}" + (f":{response}" if response else "")
-        return random.Random(which).random() < self.data.drafter_share
+        data, model = self.data, self.target.model
+        shares = [1 / (data.response_tokens * text.turns) for text in texts]
+        outputs = self._decoder.generate_batch(
+            [text.prompt for text in texts],
+            inputs=[text.inputs for text in texts],
+            seeds=[text_seed(self.seed, response, turn, text.number) for text in texts],
+            eos_token_id=sorted(eos_tokens(model.config, model.generation_config)),
+            max_new_tokens=data.response_tokens,
+            temperature=data.temperature,
+            on_tokens=lambda place, new, _: self.advance(len(new) * shares[place]),
+        )
+        self.rounds += sum(1 + len(output.rounds) for output in outputs)
+        self.tokens += sum(len(output.tokens) for output in outputs)
+        return outputs
 
 
 @dataclass(frozen=True)
@@ -236,15 +204,15 @@ def sampling_counts(folder: Path, responses: int = 1) -> dict[str, float]:
 def target_key(sampler: Sampler, questions: Dataset) -> str:
     """Return a key of what the answer to a question depends on besides the question and the number of the response."""
     chat, model = sampler.chat, sampler.target.model
-    settings = sampler.data.model_dump(include={"response_tokens", "temperature", "drafter_share"})
+    settings = sampler.data.model_dump(include={"response_tokens", "temperature"})
     return fingerprint(
         [
             SAMPLES_VERSION,
             fingerprint_of_numbers(model),
             sorted(eos_tokens(model.config, model.generation_config)),
             chat.key() if any(questions["turns"]) else [],
-            {**settings, "seed": sampler.seed},
-            model_fingerprint(sampler.drafter) if sampler.data.drafter_share else None,
+            {**settings, "drafter_share": 0.0, "seed": sampler.seed},
+            None,  # as in 0.3, where drafters could answer, so that its answers are found
         ]
     )
 

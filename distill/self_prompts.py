@@ -51,7 +51,7 @@ def write_self_prompts(
             f"data.prompt_tokens={longest} with data.prompts={SELF!r}; expected more than the {len(header)} tokens of "
             "the chat template before the user's text"
         )
-    drawn = {"response_tokens": longest - len(header), "temperature": 1.0, "responses": 1, "drafter_share": 0.0}
+    drawn = {"response_tokens": longest - len(header), "temperature": 1.0, "responses": 1}
     sampler = Sampler(target, chat, data.model_copy(update=drawn), seed)
     key = fingerprint([VERSION, target_key(sampler, _headers(header, 1)), chat.key(), header, count, longest])
     file = cache_dir() / "self-prompts" / f"{key}.jsonl"

@@ -1,9 +1,6 @@
 """Teacher states that a serving engine wrote: one file for each text, so that the target does not run in training.
 
     vLLM, speculators   token_ids [T], hidden_states [T, S, H]
-    SpecForge           input_ids, loss_mask [T], layers [1, T, S*H], final states [1, T, H]
-
-Only safetensors are read: SpecForge's own files are pickles, which docs/guide/servers.md says how to convert.
 
 No such file names its target or the layers that it holds. So they are measured before training: the target reads the
 beginnings of a few of the texts, and each stored layer is compared with each of the target's.
@@ -22,7 +19,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.distill.sources import mask_spans
 from draftsmith.distill.teacher import Batch, OnlineTeacher, stored_layers
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.base import FINAL
@@ -32,10 +28,6 @@ from draftsmith.heads.model_config import text_config
 
 # Shapes: T tokens, S stored layers, L layers of the target and its final states, H hidden size, W = H + F numbers.
 
-LAYERS = ("aux_hidden_state", "hidden_states")
-"""SpecForge's names of the concatenated layers: EAGLE-3; DFlash, Domino and DSpark."""
-FINALS = ("hidden_state", "target_last_hidden_states")
-"""SpecForge's names of the final states: EAGLE-3; DSpark."""
 UNREADABLE = (OSError, KeyError, ValueError, RuntimeError, SafetensorError)
 TOLERANCE = 0.1
 """Largest difference between stored states and the target's, relative to their norm: the median over tokens."""
@@ -47,42 +39,19 @@ class StoredText(NamedTuple):
     """One file. The tensors are mapped into memory, and read where they are used."""
 
     ids_T: Tensor
-    mask_T: Tensor | None
-    """Nonzero for trained tokens; None where the file does not say."""
-    parts: tuple[Tensor, ...]
-    """[T, S, H] each; together they are the stored layers."""
-
-    @property
-    def layers(self) -> int:
-        """Number of stored layers."""
-        return sum(part.shape[1] for part in self.parts)
-
-    def layer(self, number: int) -> Tensor:
-        """Return a stored layer [T, H]."""
-        for part in self.parts:
-            if number < part.shape[1]:
-                return part[:, number]
-            number -= part.shape[1]
-        raise IndexError(number)
+    states_TSH: Tensor
 
 
 def open_states(file: Path, vocab_size: int, hidden_size: int) -> StoredText:
     """Return the tensors of a file; one of `UNREADABLE` where they are cut off, or have other names or shapes."""
     tensors = load_file(file)
-    if "token_ids" in tensors:
-        ids_T, mask_T, names = tensors["token_ids"], tensors.get("loss_mask"), ["hidden_states"]
-    else:
-        ids_T, mask_T = tensors["input_ids"].flatten(), tensors["loss_mask"].flatten()
-        names = [name for name in (*LAYERS, *FINALS) if name in tensors]
-    count = len(ids_T)
-    parts = tuple(tensors[name].reshape(count, -1, hidden_size) for name in names)
-    if not count or not parts or ids_T.ndim != 1 or not all(part.is_floating_point() for part in parts):
-        raise ValueError(f"{', '.join(f'{name} {list(tensors[name].shape)}' for name in sorted(tensors))}")
-    if mask_T is not None and mask_T.shape != ids_T.shape:
-        raise ValueError(f"{count} input_ids and {mask_T.numel()} numbers in loss_mask")
+    ids_T, states_TSH = tensors["token_ids"], tensors["hidden_states"]
+    shapes = len(ids_T) and ids_T.ndim == 1 and states_TSH.shape == (len(ids_T), states_TSH.shape[1], hidden_size)
+    if not shapes or not states_TSH.is_floating_point():
+        raise ValueError(f"token_ids {list(ids_T.shape)}, hidden_states {list(states_TSH.shape)} {states_TSH.dtype}")
     if not 0 <= int(ids_T.min()) <= int(ids_T.max()) < vocab_size:
         raise ValueError(f"token ids from {int(ids_T.min())} to {int(ids_T.max())}, not below {vocab_size}")
-    return StoredText(ids_T, mask_T, parts)
+    return StoredText(ids_T, states_TSH)
 
 
 class StateFiles:
@@ -101,15 +70,8 @@ class StateFiles:
         place = Path(folder).expanduser()
         files = sorted(place.rglob("*.safetensors")) if place.is_dir() else []
         if not files:
-            pickled = place.is_dir() and any(place.rglob("*.ckpt*"))
-            why = (
-                " (SpecForge's .ckpt files are pickles: docs/guide/servers.md says how to convert them)"
-                if pickled
-                else ""
-            )
-            raise ConfigError.of("teacher.file", folder, f"a folder of states in .safetensors{why}")
+            raise ConfigError.of("teacher.file", folder, "a folder of states in .safetensors")
         self._files: dict[bytes, Path] = {}
-        self._trained: list[tuple[list[int], list[list[int]]]] = []
         layers: dict[int, Path] = {}
         damaged: list[str] = []
         for file in files:
@@ -118,8 +80,8 @@ class StateFiles:
             except UNREADABLE as error:
                 damaged.append(f"{file.name}: {reason_of(error)}")
                 continue
-            layers.setdefault(text.layers, file)
-            self._add(file, text)
+            layers.setdefault(text.states_TSH.shape[1], file)
+            self._files[_key(text.ids_T.tolist())] = file
         if damaged:
             said = f"{len(damaged):,} of {len(files):,} files cannot be read (the first, {damaged[0]})"
             if len(damaged) == len(files):
@@ -128,18 +90,6 @@ class StateFiles:
         if len(layers) > 1:
             shown = ", ".join(f"{file.name} has {count}" for count, file in layers.items())
             raise ConfigError(f"teacher.file={folder}: numbers of layers differ ({shown}); expected one number")
-        (self.layers,) = layers
-
-    def _add(self, file: Path, text: StoredText) -> None:
-        ids = text.ids_T.tolist()
-        if text.mask_T is not None:
-            spans = mask_spans(text.mask_T.tolist())
-            if not spans:
-                return
-            ids = ids[: spans[-1][1]]  # what follows is not trained on; batches may be padded there
-            if _key(ids) not in self._files:
-                self._trained.append((ids, spans))
-        self._files[_key(ids)] = file
 
     def open(self, file: Path) -> StoredText:
         """Return the tensors of a file; one of `UNREADABLE` where they have other names or shapes."""
@@ -152,14 +102,6 @@ class StateFiles:
         last token.
         """
         return self._files.get(_key(ids)) or self._files.get(_key(ids[:-1]))
-
-    def trained_rows(self) -> Dataset | None:
-        """Return `input_ids` and `spans` of the texts; None where the files do not say which tokens are trained on."""
-        if not self._trained:
-            return None
-        return Dataset.from_dict(
-            {"input_ids": [ids for ids, _ in self._trained], "spans": [spans for _, spans in self._trained]}
-        )
 
     def covered(self, rows: Dataset, source: str, report: Callable[[str], None]) -> Dataset:
         """Return the rows whose states are in the files; ConfigError if there are none."""
@@ -210,12 +152,11 @@ class FileStates:
             text = self._files.open(file)
         except UNREADABLE as error:
             raise ConfigError(f"teacher.file: {file} cannot be read ({reason_of(error)})") from error
-        return StoredText(text.ids_T[: len(ids)], None, tuple(part[: len(ids)] for part in text.parts))
+        return StoredText(text.ids_T[: len(ids)], text.states_TSH[: len(ids)])
 
     def _states(self, ids: list[int]) -> Tensor:
         """Return the final states and the other layers of a text [T, W]; zeros where the last one is missing."""
-        text = self._open(ids)
-        final_TH, *others = (text.layer(number) for number in self._order)
+        final_TH, *others = self._open(ids).states_TSH[:, self._order].unbind(1)
         if self._finish is not None:
             final_TH = self._finish(final_TH).to(final_TH)
         return nn.functional.pad(torch.cat([final_TH, *others], -1), (0, 0, 0, len(ids) - len(final_TH)))
@@ -258,8 +199,7 @@ def _errors(teacher: OnlineTeacher, text: StoredText) -> Tensor:
     ids = text.ids_T[:COMPARED_TOKENS].tolist()
     own_LTH = _own_states(teacher, ids)
     errors = []
-    for number in range(text.layers):
-        stored_TH = text.layer(number)[: len(ids)].to(own_LTH)
+    for stored_TH in text.states_TSH[: len(ids)].to(own_LTH).unbind(1):
         errors.append(((stored_TH - own_LTH).norm(dim=-1) / own_LTH.norm(dim=-1)).median(-1).values)
     return torch.stack(errors)
 

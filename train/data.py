@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,12 +24,11 @@ from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.distill.sources import question, read_source
 from draftsmith.errors import ConfigError
-from draftsmith.heads.base import Drafter
 from draftsmith.heads.hidden_states import ProcessorInputs, extended, inputs_for
 from draftsmith.heads.lm_head import most_frequent, weight_of
 from draftsmith.heads.model_config import context_limit, eos_tokens, known_tokens, text_config
 from draftsmith.names import EMBEDDED
-from draftsmith.provenance import fingerprint, fingerprint_of_numbers
+from draftsmith.provenance import fingerprint_of_numbers
 from draftsmith.train.launch import RunContext
 from draftsmith.train.progress import Console
 from draftsmith.train.recipe import Recipe
@@ -52,8 +50,6 @@ class TrainingData:
 
     rows: Dataset
     heldout: list[HeldOut]
-    questions: Dataset | None = None
-    """The prompts, for sampling responses again; None for data that comes with responses."""
     states: "StateFiles | None" = None
     """The target's states of the rows, where an engine wrote them."""
     validation: int = 0
@@ -63,25 +59,6 @@ class TrainingData:
     def trained(self) -> int:
         """The number of rows that are trained on: the first ones."""
         return len(self.rows) - self.validation
-
-
-def _fitting(context: RunContext, target: LoadedTarget, rows: Dataset) -> Dataset:
-    """Return at most `data.count` of the rows that the recipe's limits and the target's context admit."""
-    data, file = context.recipe.data, context.recipe.teacher.file
-    limit = context_limit(target.model.config)
-
-    def fits(spans: list[list[int]]) -> bool:
-        start, end = spans[0][0], spans[-1][1]
-        room = limit is None or end <= limit
-        return start <= data.prompt_tokens and end - start <= data.response_tokens and room
-
-    kept = [index for index, spans in enumerate(rows["spans"]) if fits(spans)]
-    if len(kept) < len(rows):
-        most = f"data.prompt_tokens={data.prompt_tokens}, data.response_tokens={data.response_tokens} or the context"
-        context.console.say(f"{file}: {len(rows) - len(kept):,} of {len(rows):,} are longer than {most}: left out")
-    if not kept:
-        raise ConfigError(f"teacher.file={file} leaves nothing to train on; expected at least one row that fits")
-    return rows.select(kept[: data.count])
 
 
 def chat_of(data: DataSection, target: LoadedTarget) -> Chat:
@@ -98,23 +75,19 @@ def chat_of(data: DataSection, target: LoadedTarget) -> Chat:
     return chat
 
 
-def prepare_data(context: RunContext, target: LoadedTarget, drafter: Drafter) -> TrainingData:
-    """Read the prompts, and sample the target's responses or read them from the cache or the file.
-
-    `drafter` writes its share of the responses (`data.drafter_share`).
-    """
+def prepare_data(context: RunContext, target: LoadedTarget) -> TrainingData:
+    """Read the prompts, and sample the target's responses or read them from the cache or the file."""
     recipe, console, chat = context.recipe, context.console, chat_of(context.recipe.data, target)
     data, held = recipe.data, recipe.evaluation
     rows, states = _read(context, chat, target)
-    if held.prompts is None and (states is not None or data.prompts != EMBEDDED):
+    if held.prompts is None and data.prompts != EMBEDDED:
         rows, heldout = hold_out(rows, held.count)
     else:
         heldout = heldout_prompts(held.prompts or EMBEDDED, chat, target, recipe)
-    questions = None
-    if not data.answered and states is None:
-        questions, rows = rows, _with_images(_sampled(context, chat, target, drafter, rows), rows)
+    if not data.answered:
+        rows = _with_images(_sampled(context, chat, target, rows), rows)
     rows, validation = _packed(_readable(rows, target, console), data, console)
-    return TrainingData(rows, heldout, questions, states, validation)
+    return TrainingData(rows, heldout, states, validation)
 
 
 def _known(rows: Dataset, tokenizer: PreTrainedTokenizerBase, console: Console) -> Dataset:
@@ -132,7 +105,7 @@ def _known(rows: Dataset, tokenizer: PreTrainedTokenizerBase, console: Console) 
 
 
 def _read(context: RunContext, chat: Chat, target: LoadedTarget) -> tuple[Dataset, "StateFiles | None"]:
-    """Return the rows of `teacher.file` or of data.prompts, and the states in the former.
+    """Return the rows of data.prompts, and the states of `teacher.file`, which all of them have.
 
     Raises:
         ConfigError: where nothing can be trained on.
@@ -145,15 +118,6 @@ def _read(context: RunContext, chat: Chat, target: LoadedTarget) -> tuple[Datase
         say(f"teacher: reading {file}")
         vocab_size, hidden_size = weight_of(target.model.get_output_embeddings()).shape
         states = StateFiles(file, vocab_size, hidden_size, say)
-        if (rows := states.trained_rows()) is not None:
-            rows = _fitting(context, target, rows)
-            texts = zip(rows["input_ids"], rows["spans"], strict=True)
-            return rows.add_column("opening", [fingerprint(ids[: spans[0][0]]) for ids, spans in texts]), states
-        if data.response != "text":
-            raise ConfigError(
-                f"data.response={data.response!r} with teacher.kind='files', whose files do not say which tokens "
-                "are answers; expected 'text', and the same conversations in data.prompts"
-            )
     if data.prompts == SELF:
         data = data.model_copy(update={"prompts": _self_prompts(context, chat, target)})
     say(f"data: reading {data.prompts}")
@@ -171,15 +135,14 @@ def _self_prompts(context: RunContext, chat: Chat, target: LoadedTarget) -> str:
     return str(write_self_prompts(target, chat, recipe.data, recipe.train.seed, **how))
 
 
-def _sampled(context: RunContext, chat: Chat, target: LoadedTarget, drafter: Drafter, examples: Dataset) -> Dataset:
+def _sampled(context: RunContext, chat: Chat, target: LoadedTarget, examples: Dataset) -> Dataset:
     """Return the target's responses, from a server where the recipe names one."""
     from draftsmith.distill.regeneration import Sampler, target_samples
 
     recipe, console = context.recipe, context.console
     data, seed = recipe.data, recipe.train.seed
     if data.server is None:
-        writer = drafter if data.drafter_share else None
-        sampler = Sampler(target, chat, data, seed, writer, speculate=False)
+        sampler = Sampler(target, chat, data, seed)
         placement = context.placement.share
         return target_samples(sampler, examples, share=placement, progress=console.visible, say=console.say)
     from draftsmith.distill.server.probe import check_server
@@ -231,36 +194,6 @@ def read_images(data: DataSection, target: LoadedTarget) -> ReadImages | None:
         return extended(inputs_for(model, inputs), inputs["attention_mask"].shape[1], len(ids))
 
     return read
-
-
-def resample(
-    context: RunContext, target: LoadedTarget, drafter: Drafter, data: TrainingData, number: int
-) -> tuple[TrainingData, dict[str, float]]:
-    """Sample all responses again in round `number`, with the current drafter in the decoder.
-
-    Returns the data, and the counts of the sampling, see `sampling_counts`.
-
-    The responses of a round are stored in the run's folder, so that a run resumed from a checkpoint reads them.
-    """
-    from draftsmith.distill.regeneration import Sampler, sampling_counts, target_samples
-
-    recipe = context.recipe
-    assert data.questions is not None, "the recipe refuses data.refresh_every where responses are not sampled"
-    seed = recipe.train.seed + 7 * number  # rounds of runs with neighbouring seeds share no seed
-    was_training = drafter.training
-    drafter.eval()
-    length = recipe.draft_length(drafter.max_draft_length)
-    chat = chat_of(recipe.data, target)
-    sampler = Sampler(target, chat, recipe.data, seed, drafter, speculate=recipe.data.speculate, draft_length=length)
-    folder = Path(recipe.output) / "samples" / f"round-{number:03d}"
-    rows = target_samples(
-        sampler, data.questions, folder=folder, share=context.placement.share, progress=context.console.visible
-    )
-    drafter.train(was_training)
-    counts = sampling_counts(folder, recipe.data.responses)
-    rows = _readable(_with_images(rows, data.questions), target, context.console)
-    packed, validation = _packed(rows, recipe.data, context.console)
-    return TrainingData(packed, data.heldout, data.questions, validation=validation), counts
 
 
 def _packed(rows: Dataset, data: DataSection, console: Console) -> tuple[Dataset, int]:

@@ -55,7 +55,7 @@ class MemoryEstimate:
     cache: int
     """Keys and values of the texts that are decoded together before training; 0 where none are sampled."""
     reading: int
-    """Other memory while it reads their prompts, in later rounds including the optimizer's state."""
+    """Other memory while it reads their prompts."""
     caching: int = 0
     """Other memory while the target's states are cached; 0 without a cached teacher."""
     on_host: bool = False
@@ -152,11 +152,6 @@ def estimate_memory(
         if data.response == "target":
             cache = cache_bytes(recipe, config) // recipe.target.tensor_parallel  # of each process's heads
             reading = _reading_bytes(recipe, target, live)
-            draft_model = step.drafter.language_model
-            if draft_model is not None and (data.refresh_every or data.drafter_share):
-                cache += cache_bytes(recipe, draft_model.config)  # the drafter decodes with its own cache
-            if data.refresh_every:
-                reading += moments  # later rounds are sampled during training
         beside_host = torch.device(device).type != "cpu" if accelerated is None else accelerated
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=bf16):
             caching = _caching_bytes(recipe, target, step.drafter, live, not beside_host)

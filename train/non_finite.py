@@ -84,9 +84,8 @@ def finite_rows(teacher: Teacher, signals: TeacherSignals, chunk_tokens: int) ->
     for row, seen_T in enumerate(signals.attention_mask_BT.bool()):
         states = [part[row][seen_T] for part in (signals.hidden_BTH, signals.features_BTF) if part is not None]
         hidden_NH = signals.hidden_BTH[row][signals.mask_BT[row]]
-        parts = hidden_NH.split(chunk_tokens) if hidden_NH.shape[1] else ()  # none: a file has log-probabilities alone
         whole = all(bool(part.isfinite().all()) for part in states)
-        finite.append(whole and all(_are_logits(teacher.lm_head(part)) for part in parts))
+        finite.append(whole and all(_are_logits(teacher.lm_head(part)) for part in hidden_NH.split(chunk_tokens)))
     return finite
 
 

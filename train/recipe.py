@@ -27,7 +27,6 @@ from draftsmith.train.recipe_sections import (
     CotrainSection,
     EvaluationSection,
     ObjectiveSection,
-    PublishSection,
     TargetSection,
     TeacherSection,
     TrainSection,
@@ -44,7 +43,6 @@ SECTIONS: dict[str, type[Section]] = {
     "train": TrainSection,
     "evaluation": EvaluationSection,
     "cotrain": CotrainSection,
-    "publish": PublishSection,
 }
 """Every section but `drafter`, whose keys depend on its type."""
 
@@ -70,16 +68,11 @@ class Recipe(Section):
     """Also train adapters on the target; with Medusa heads this is Medusa-2. Decoding then uses the adapted target."""
     tracker: Literal["none", "wandb", "tensorboard"] = "none"
     """wandb runs offline unless WANDB_API_KEY is set."""
-    publish: PublishSection | None = None
-    """Push the best drafter to the Hub at the end; may be added, changed or removed when a run is resumed."""
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
         """Raise ConfigError for keys that exclude each other, whatever the machine."""
         data = self.data
-        if data.refresh_every is not None and (data.answered or data.temperature == 0 == data.drafter_share):
-            why = "response='text'" if data.answered else "temperature=0, which gives the same text again"
-            raise ConfigError(f"data.refresh_every={data.refresh_every} with {why}; expected null")
         for given, key, others, instead in self._exclusions():
             other = next((name for name, holds in others.items() if holds), None)
             if given and other is not None:
@@ -96,24 +89,18 @@ class Recipe(Section):
         """Yield keys, with whether they are set, what excludes them, and what is expected then."""
         data, target, kind, size = self.data, self.target, self.teacher.kind, self.train.sequence_parallel
         parts, one, quantization = target.tensor_parallel, "one of the two", target.quantization
-        of_file = {"teacher.kind='files', whose responses are in its file": kind == "files"}
-        answered = {"response='text', whose responses are in the file": data.answered, **of_file}
+        answered = {"response='text', whose responses are in the file": data.answered}
         images, cotrained = {"data.images": data.images is not None}, {"cotrain": self.cotrain is not None}
         again = {"temperature=0, which gives the same text again": data.temperature == 0}
         stored = {"target.sharded=True": target.sharded, **cotrained}
         placed = {**stored, "target.offload=True": target.offload}
         yield data.responses > 1, f"data.responses={data.responses}", {**answered, **again}, "1"
         yield data.prompts == SELF, f"data.prompts={SELF!r}", {**answered, **images}, "a file of prompts"
-        drafted = {
-            "data.refresh_every, which samples with the current drafter": data.refresh_every is not None,
-            "data.drafter_share, which samples from the drafter": data.drafter_share > 0,
-        }
-        yield data.server is not None, "data.server", {**answered, **drafted}, one
+        yield data.server is not None, "data.server", answered, one
         others = {
             "data.pack=true": data.pack,
             "data.server": data.server is not None,
             "data.turns='all'": data.every_turn,
-            "data.drafter_share, since draft models read text alone": data.drafter_share > 0,
             f"teacher.kind={kind!r}": kind != "online",
         }
         yield data.images is not None, f"data.images={data.images}", {**others, **cotrained}, one
@@ -128,14 +115,17 @@ class Recipe(Section):
 
     def _check_teacher(self) -> None:
         kind, file = self.teacher.kind, self.teacher.file
-        if self.data.refresh_every is not None and kind != "online":
-            raise ConfigError(f"teacher.kind={kind!r} with data.refresh_every; expected 'online'")
         if self.cotrain is not None and kind != "online":
             raise ConfigError(f"teacher.kind={kind!r} with cotrain; expected 'online': the target changes")
         if kind != "files" and file is not None:
             raise ConfigError(f"teacher.file={file} with teacher.kind={kind!r}; expected 'files'")
         if kind == "files" and file is None:
             raise ConfigError("teacher.kind='files' without teacher.file; expected a folder of hidden states")
+        if kind == "files" and not self.data.answered:
+            raise ConfigError(
+                "data.response='target' with teacher.kind='files', which has states of given answers; expected 'text', "
+                "and the same conversations in data.prompts"
+            )
 
     def _check_schedule(self) -> None:
         train = self.train
@@ -276,10 +266,11 @@ def parse_stored(values: dict[str, Any], source: str) -> Recipe:
     Raises:
         ConfigError: as `parse_recipe`, also for such a key with another value.
     """
+    values = deepcopy(values)
+    values.get("data", {}).pop("speculate", None)  # of a run of 0.3: without data.refresh_every, it changed nothing
     try:
         Recipe.model_validate(values)
     except ValidationError as error:
-        values = deepcopy(values)
         for problem in error.errors():
             if problem["type"] == "extra_forbidden" and not problem["input"]:
                 *sections, key = _location(problem, values)

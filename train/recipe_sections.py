@@ -46,8 +46,7 @@ class TeacherSection(Section):
     """'online' runs the target in every step. 'cached' runs it over the data once and stores its hidden states on disk,
     which pays off from the second epoch. 'files' reads hidden states that an engine wrote into the folder `file`."""
     file: str | None = None
-    """For 'files': a folder of vLLM's, speculators' or SpecForge's states, see distill/state_files.py. SpecForge's are
-    used instead of data.prompts."""
+    """For 'files': a folder of vLLM's or speculators' states of the rows of data.prompts (distill/state_files.py)."""
     dtype: Literal["float32", "bfloat16", "float8"] = "bfloat16"
     """Dtype of the cached states."""
     shard_rows: Count = 256
@@ -152,19 +151,6 @@ class CotrainSection(Section):
     a fifth of the steps."""
     max_quality_kl: Annotated[Number, Field(gt=0)] = 0.05
     """Bound on that KL in nats per token; a drafter is not saved while the KL on held-out text exceeds it."""
-
-
-class PublishSection(Section):
-    repo: str
-    """Hub repository, user/name; created when the run starts, unless it exists."""
-    revision: str | None = None
-    """Branch to push to; by default main."""
-    private: bool = False
-    """Create the repository as a private one."""
-    licence: str | None = None
-    """The Hub's identifier of a licence, such as apache-2.0."""
-    base_model: str | None = None
-    """Hub id of the target, where target.model is another name for it."""
 
 
 class EvaluationSection(Section):

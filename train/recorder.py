@@ -88,7 +88,7 @@ class BestDrafter:
                 self._drafter,
                 temporary,
                 target=described,
-                recipe=self._recipe.model_dump(mode="json", exclude={"publish"}),
+                recipe=self._recipe.model_dump(mode="json"),
                 draft_length=self._draft_length,
                 tokenizer=target.tokenizer,
             )

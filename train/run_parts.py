@@ -109,7 +109,7 @@ def load_parts(context: RunContext) -> Parts:
     vars(target.model)["draftsmith_fingerprints"] = model_fingerprints(target.model)
     context.placement.place(target.model)
     drafter.to(context.accelerator.device)
-    data = prepare_data(context, target, drafter)
+    data = prepare_data(context, target)
     check_excluded(recipe.data.exclude_rows, data)
     quantization = None
     if recipe.target.quantization is not None:

@@ -3,8 +3,7 @@
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -30,7 +29,7 @@ class Stopping:
         """The signal that all processes stop for."""
         self.problem: str | None = None
         """The error of this process for which the run cannot continue."""
-        self._since, self._at_once = 0.0, False
+        self._since = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Stopping":
@@ -58,23 +57,10 @@ class Stopping:
             raise DraftsmithError(self.problem or "another process had to stop; its line says why")
         self.agreed = next((number for number, count in zip(SIGNALS, signals, strict=True) if count), self.agreed)
 
-    @contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Let signals end the process immediately, inside a context of long work whose results are on disk."""
-        self._at_once = True
-        try:
-            if (number := self.agreed or self.received) is not None:
-                leave(number)
-            yield
-        finally:
-            self._at_once = False
-
     def _receive(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.received is None:
             self.received, self._since = number, now
-            if self._at_once:
-                leave(number)
         elif now - self._since > SAME:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)

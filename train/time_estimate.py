@@ -172,11 +172,9 @@ def estimate_work(
     caching = 2.0 * reading * tokens if recipe.teacher.kind == "cached" else 0.0
     if data.response != "target":
         return WorkEstimate(of_step, train.steps, caching, 0.0, 0, 0.0, 0.0)
-    rounds = math.ceil(train.steps / data.refresh_every) if data.refresh_every else 1
-    texts = rounds * rows
-    passes = math.ceil(texts / data.batch_size) * data.response_tokens
+    passes = math.ceil(rows / data.batch_size) * data.response_tokens
     read = writing * size + cache_bytes(recipe, config) / 2  # on average, texts have half of their final length
-    prompts = 2.0 * reading * texts * data.prompt_tokens
+    prompts = 2.0 * reading * rows * data.prompt_tokens
     return WorkEstimate(of_step, train.steps, caching, prompts, passes, 2.0 * writing * data.batch_size, read)
 
 

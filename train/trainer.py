@@ -15,8 +15,7 @@ from draftsmith.decode.clock import PartClock
 from draftsmith.distill.cotraining import measure_quality
 from draftsmith.distill.teacher import Batch
 from draftsmith.heads.model_config import context_limit, start_token
-from draftsmith.storage import hold_folder
-from draftsmith.train.data import read_images, resample
+from draftsmith.train.data import read_images
 from draftsmith.train.engine import reduced
 from draftsmith.train.evaluation import early_end, evaluate_drafter, validate, validation_rows
 from draftsmith.train.initial_weights import start_drafter
@@ -51,23 +50,20 @@ def train(recipe: Recipe) -> Path:
 
     Raises:
         ConfigError: before any work starts, for a recipe that cannot run here or an output folder of another run.
-        DraftsmithError: for a loss that is not finite, a folder that cannot be written, see train/recorder.py, or, at
-            the end of a run, a drafter that cannot be published.
+        DraftsmithError: for a loss that is not finite, or a folder that cannot be written, see train/recorder.py.
     """
     recipe = with_rate(recipe)
     first_process = launch_variables().rank == 0  # there is no accelerator yet
-    folder, publish = Path(recipe.output), recipe.publish
+    folder = Path(recipe.output)
     check_output(recipe)
     check_continuation(recipe)
     preflight(recipe, training=True)
     if is_finished(recipe):
         if first_process:
-            _finish_again(recipe, folder)
+            console = Console(True)
+            console.say(f"{recipe.name}: already finished in {folder}")
+            console.say(f"next: {eval_command(recipe)}")
         return folder / DRAFTER
-    if publish is not None:
-        from draftsmith.train.publishing import check_publish
-
-        check_publish(folder, publish, first_process=first_process)
     accelerator = make_accelerator(recipe, folder)
     accelerator.wait_for_everyone()  # every process has checked the folder before the first one writes
     with claimed_output(recipe, accelerator):
@@ -75,20 +71,8 @@ def train(recipe: Recipe) -> Path:
     return folder / DRAFTER
 
 
-def _finish_again(recipe: Recipe, folder: Path) -> None:
-    """Publish the drafter of a finished run, where that failed or the recipe asks for it only now."""
-    console = Console(True)
-    console.say(f"{recipe.name}: already finished in {folder}")
-    console.say(f"next: {eval_command(recipe)}")
-    if recipe.publish is not None:
-        from draftsmith.train.publishing import publish_best
-
-        with hold_folder("output", folder):
-            publish_best(recipe, recipe.publish, console)
-
-
 def _run(recipe: Recipe, accelerator: Accelerator, folder: Path) -> None:
-    """Train in all processes together, then publish from the main process."""
+    """Train in all processes together."""
     run = Run(recipe, accelerator, folder)
     with run.stopping:
         try:
@@ -107,11 +91,6 @@ def _run(recipe: Recipe, accelerator: Accelerator, folder: Path) -> None:
     accelerator.end_training()
     if run.stopping.agreed is not None:
         leave(run.stopping.agreed)
-    if run.console.visible and recipe.publish is not None:
-        from draftsmith.train.publishing import publish_best
-
-        # After all collective work: an upload may exceed the processes' timeout.
-        publish_best(recipe, recipe.publish, run.console)
 
 
 class Run:
@@ -149,7 +128,6 @@ class Run:
         self.begin, self.evaluated = (0, False) if progress is None else (progress.step, progress.evaluated)
         self.last = Last() if progress is None else progress.last
         self.end = (progress and progress.end) or recipe.train.steps
-        self.round = 0
 
     def train(self) -> None:
         """Take the remaining steps, with evaluations and checkpoints, and write the run's summary."""
@@ -161,7 +139,6 @@ class Run:
             if not self.evaluated:
                 self._evaluate(step)
             while step < self.end and stopping.agreed is None:
-                self._refresh(step)
                 row = self.step(step)
                 step += 1
                 self.record.log({"step": step, **row})
@@ -210,7 +187,7 @@ class Run:
         norm = self.engine.step() if math.isfinite(loss) else math.nan
         self.clock.end("optimizer")
         if not math.isfinite(norm):
-            values = {"step": step + 1, "round": self.round, "loss": str(loss), "gradient_norm": str(norm)}
+            values = {"step": step + 1, "loss": str(loss), "gradient_norm": str(norm)}
             self._stop_at(step, indices, values)
         self.clock.end("other")
         self.last = Last((alpha_K / count_K.clamp_min(1)).tolist(), quality / tokens)  # after the device's last part
@@ -227,23 +204,6 @@ class Run:
             "seconds_by_part": self.clock.seconds(),
             "memory_bytes": self.memory.trimmed(),
         }
-
-    def _refresh(self, step: int) -> None:
-        """At the beginning of a round, sample all responses again with the current drafter."""
-        number = step // (self.recipe.data.refresh_every or self.recipe.train.steps)
-        if number == self.round:
-            return
-        self._checkpoint(step)
-        self.round = number
-        with self.stopping.at_once(), self.engine.gathered():  # sampled responses are on disk already
-            self.data, sampled = resample(self.context, self.target, self.drafter, self.data, number)
-        if not sampled or not self.accelerator.is_main_process:
-            return
-        if any(row.get("sampling", {}).get("round") == number for row in read_metrics(self.folder)):
-            return  # the run was resumed in a round that it had begun before
-        rate = sampled["tokens"] / sampled["seconds"]
-        self.record.log({"step": step, "sampling": {"round": number, **sampled, "tokens_per_second": rate}})
-        self.console.say(f"  round {number}: sampled {rate:.0f} tokens/s with tau {sampled['tau']:.2f}")
 
     def _stop_at(self, step: int, indices: Sequence[int], values: dict[str, str | int]) -> NoReturn:
         """Save the state after `step`, and raise the error of a batch that gave `values` which are not finite."""
@@ -268,10 +228,9 @@ class Run:
         return totals
 
     def _indices(self, step: int) -> list[int]:
-        """Return the rows of the global batch of `step`, which is in the present round."""
-        settings, trained = self.recipe.train, self.data.trained
-        in_round = step - self.round * (self.recipe.data.refresh_every or settings.steps)
-        return batch_indices(settings.seed + self.round, in_round, settings.batch_size, trained, self.excluded)
+        """Return the rows of the global batch of `step`."""
+        settings = self.recipe.train
+        return batch_indices(settings.seed, step, settings.batch_size, self.data.trained, self.excluded)
 
     def _own(self, indices: list[int]) -> list[list[int]]:
         """Return this process's rows of a global batch, by accumulation step."""
@@ -295,7 +254,7 @@ class Run:
         if self.stopping.agreed is not None:
             return
         if validation is not None and not math.isfinite(validation["loss"]):
-            values = {"step": step, "round": self.round, "validation_loss": str(validation["loss"])}
+            values = {"step": step, "validation_loss": str(validation["loss"])}
             self._stop_at(step, validation_rows(self.recipe, self.data), values)
         with self.engine.gathered():
             if placement.share.index == 0:

@@ -162,8 +162,6 @@ def test_another_model_is_refused_before_the_run(recipe_file: Path) -> None:
     ("keys", "message"),
     [
         (["data.response=text"], "response='text'"),
-        (["data.refresh_every=5"], "refresh_every"),
-        (["data.drafter_share=0.5"], "drafter_share"),
         (["data.server.url=h"], "expected an address"),
         (["data.server.route=post"], "'auto', 'chat' or 'completion'"),
         (["data.server.top=1"], r"did you mean data\.server\.top_p"),

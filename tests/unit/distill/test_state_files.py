@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import make_llama
 from datasets import Dataset
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
 
@@ -57,22 +57,6 @@ def vllm(folder: Path, model: PreTrainedModel, ids: list[list[int]], layers: tup
     return str(folder)
 
 
-def specforge(folder: Path, model: PreTrainedModel, ids: list[list[int]], layers: tuple[int, ...], kind: str) -> str:
-    """Records as SpecForge's prepare_hidden_states.py writes them, in safetensors, padded to the longest text."""
-    names = {"eagle3": ("aux_hidden_state", "hidden_state"), "dspark": ("hidden_states", "target_last_hidden_states")}
-    (folder / "rows_0-2000").mkdir(parents=True)
-    width = max(map(len, ids))
-    for place, row in enumerate(ids):
-        padded = row + [0] * (width - len(row))
-        mask = [0] * 3 + [1] * (len(row) - 3) + [0] * (width - len(row))
-        aux_1TF = states(model, padded, layers).flatten(1)[None].bfloat16()
-        last_1TH = states(model, padded, (FINAL,))[:, 0][None].bfloat16()
-        record = {"input_ids": torch.tensor(padded), "loss_mask": torch.tensor(mask), names[kind][0]: aux_1TF}
-        record[names[kind][1]] = last_1TH
-        save_file(record, folder / "rows_0-2000" / f"data_{place}.safetensors")
-    return str(folder)
-
-
 def files(folder: str, hidden_size: int = WIDTH) -> StateFiles:
     NOTES.clear()
     return StateFiles(folder, VOCAB, hidden_size, NOTES.append)
@@ -109,7 +93,6 @@ def test_layers_are_recognised_in_any_order(
     """The last layer is normed where the final states are asked for, and only there. bfloat16 has 8 bits."""
     model, ids = target(), texts()
     found = files(vllm(tmp_path / "states", model, ids, stored, dtype))
-    assert found.trained_rows() is None
     close(model, found, rows_of(ids), layers, error)
     assert NOTES == []
 
@@ -121,17 +104,6 @@ def test_a_norm_by_another_name_is_found(tmp_path: Path) -> None:
     model.transformer.ln_f.bias.uniform_()
     found = files(vllm(tmp_path / "states", model, texts(), (2, DEPTH), torch.float32))
     close(model, found, rows_of(texts()), (2,), 1e-4)
-
-
-@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
-def test_files_of_specforge_say_what_is_trained(kind: str, tmp_path: Path) -> None:
-    model, ids = target(), texts()
-    found = files(specforge(tmp_path / "states", model, ids, (1, 2, 3), kind))
-    rows = found.trained_rows()
-    assert rows is not None
-    assert sorted(rows["input_ids"]) == sorted(ids), "without the padding"
-    assert all(row["spans"] == [[3, len(row["input_ids"])]] for row in rows)
-    close(model, found, rows, (1, 2, 3), 2e-2)
 
 
 def test_packed_rows_have_the_states_of_their_documents(tmp_path: Path) -> None:
@@ -187,9 +159,9 @@ def test_layers_that_are_nearly_the_targets_are_refused(tmp_path: Path) -> None:
     folder = vllm(tmp_path / "states", model, ids, (2, FINAL), torch.float32)
     for file in (tmp_path / "states").glob("*.safetensors"):
         text = files(folder).open(file)
-        noise = torch.randn(text.parts[0].shape, generator=torch.Generator().manual_seed(1))
-        scale = text.parts[0].norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
-        moved = (text.parts[0] + 0.15 * noise * scale).contiguous()
+        noise = torch.randn(text.states_TSH.shape, generator=torch.Generator().manual_seed(1))
+        scale = text.states_TSH.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
+        moved = (text.states_TSH + 0.15 * noise * scale).contiguous()
         save_file({"hidden_states": moved, "token_ids": text.ids_T.clone()}, file)
     assert "(15.0% off)" in _refused(model, files(folder), (2,), ids)
 
@@ -231,20 +203,6 @@ def test_a_damaged_file_is_left_out_and_named(how: str, tmp_path: Path) -> None:
     assert NOTES[0].startswith(f"{folder}: 1 of 6 files cannot be read (the first, cmpl-1-0.")
 
 
-def test_a_loss_mask_of_another_length_is_damage_and_an_empty_one_no_row(tmp_path: Path) -> None:
-    folder = tmp_path / "states"
-    specforge(folder, target(), texts(4), (1, 2), "eagle3")
-    file = folder / "rows_0-2000" / "data_0.safetensors"
-    record = load_file(file)
-    save_file({**record, "loss_mask": record["loss_mask"][:-1].clone()}, file)
-    other = folder / "rows_0-2000" / "data_2.safetensors"
-    save_file({**load_file(other), "loss_mask": torch.zeros(11)}, other)
-    rows = files(str(folder)).trained_rows()
-    assert rows is not None
-    assert len(rows) == 2
-    assert "data_0.safetensors: 11 input_ids and 10 numbers in loss_mask" in NOTES[0]
-
-
 def test_a_file_that_is_removed_while_the_run_reads_is_named(tmp_path: Path) -> None:
     model, ids = target(), texts(18)
     folder = vllm(tmp_path / "states", model, ids, (1, FINAL), torch.float32)
@@ -259,9 +217,6 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ConfigError, match=r"teacher\.file='.*'; expected a folder of states in \.safetensors"):
             files(str(folder))
-    (tmp_path / "data_0.ckpt").touch()
-    with pytest.raises(ConfigError, match=r"a folder of states in \.safetensors \(SpecForge's \.ckpt files are"):
-        files(str(tmp_path))
     folder = vllm(tmp_path / "states", model, ids, (1, FINAL), torch.float32)
     with pytest.raises(ConfigError, match=r"6 of 6 files cannot be read .*; expected states of hidden size 48"):
         files(folder, hidden_size=48)
@@ -303,37 +258,3 @@ def test_speculators_rows_of_tokens_are_data(tmp_path: Path, recipe_file: Path) 
         losses.append([json.loads(line)["loss"] for line in metrics if "loss" in json.loads(line)])
     assert len(losses[0]) == 2
     assert losses[1] == pytest.approx(losses[0], rel=2e-2)
-
-
-def test_a_drafter_trains_on_files_of_specforge_alone(tmp_path: Path, recipe_file: Path) -> None:
-    """The conversations are in the files, packed or not; the recipe's own prompts are not read."""
-    from draftsmith.train.recipe import load_recipe
-    from draftsmith.train.trainer import train
-
-    model = LlamaForCausalLM.from_pretrained(load_recipe(str(recipe_file)).target.model)
-    assert isinstance(model, LlamaForCausalLM)
-    folder = tmp_path / "states"
-    (folder / "rows_0-2000").mkdir(parents=True)
-    for place, row in enumerate(texts(16)):
-        every = _own_states(OnlineTeacher(model, (1, 2)), row)
-        record = {"input_ids": torch.tensor(row), "loss_mask": torch.tensor([0] * 3 + [1] * (len(row) - 3))}
-        record |= {"aux_hidden_state": every[:2].transpose(0, 1).flatten(1)[None], "hidden_state": every[2][None]}
-        record = {name: value.contiguous() for name, value in record.items()}
-        save_file(record, folder / "rows_0-2000" / f"data_{place}.safetensors")
-    options = ["drafter={type: eagle3, layers: [1, 2]}", "teacher.kind=files", f"teacher.file={folder}"]
-    options += ["evaluation.count=2", "train.evaluate_every=10", "train.steps=10"]
-    for more in ([], ["data.pack=true", "data.prompt_tokens=36"]):
-        out = tmp_path / f"run{len(more)}"
-        train(load_recipe(str(recipe_file), [*options, *more, f"output={out}"]))
-        metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        losses = [row["loss"] for row in metrics if "loss" in row]
-        assert losses[-1] < losses[0]
-    for change, said in (
-        (f"teacher.file={tmp_path}/nowhere", r"teacher\.file='.*nowhere'; expected a folder of hidden states"),
-        ("data.prompt_tokens=1", "leaves nothing to train on; expected at least one row that fits"),
-    ):
-        with pytest.raises(ConfigError, match=said):
-            train(load_recipe(str(recipe_file), [*options, change, f"output={tmp_path}/none"]))
-    vllm_folder = vllm(tmp_path / "vllm", model, texts(), (1, 2), torch.float32)
-    with pytest.raises(ConfigError, match=r"data\.response='target' with teacher\.kind='files'"):
-        train(load_recipe(str(recipe_file), [*options, f"teacher.file={vllm_folder}", f"output={tmp_path}/none"]))

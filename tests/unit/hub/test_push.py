@@ -11,17 +11,19 @@ import torch
 from commands import run as command
 from conftest import make_llama
 from hub_server import TOKEN, Hub
-from huggingface_hub import ModelCard, constants
+from huggingface_hub import ModelCard, constants, snapshot_download
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 from unit.eval.made import evaluation, row
 
 from draftsmith import load_drafter
+from draftsmith.distill.load_target import load_target
 from draftsmith.errors import ConfigError
 from draftsmith.heads import DraftModel, Medusa
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.provenance import model_fingerprint
-from draftsmith.train.recipe import parse_recipe
+from draftsmith.train.recipe import load_recipe, parse_recipe
+from draftsmith.train.trainer import train
 
 pytestmark = pytest.mark.usefixtures("pictures_of_a_pixel")
 
@@ -332,3 +334,22 @@ def test_from_inside_the_folder_and_again_without_what_it_had(
     files = hub.repositories[REPO].files()
     assert {"notes.md", "gguf/model.safetensors"} < files.keys()
     assert not {"eval.json", "custom_generate/generate.py", *shards} & files.keys(), "they would be read for this one"
+
+
+def test_the_adapter_of_a_target_that_was_trained_too(
+    hub: Hub, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes along, and the drafter loads for the two together."""
+    options = ["drafter.type=medusa", "cotrain.lora_rank=4", "cotrain.max_quality_kl=5", "cotrain.warmup_fraction=0"]
+    drafter = train(load_recipe(str(recipe_file), [*options, "train.steps=2"]))
+    assert push(drafter, REPO) == 0
+    files = hub.repositories[REPO].files()
+    assert {"target/adapter_config.json", "target/adapter_model.safetensors", "target/tokenizer.json"} < files.keys()
+    assert str(tmp_path).encode() not in files["target/adapter_config.json"] + files["config.json"]
+    folder = Path(snapshot_download(REPO))
+    config = json.loads((folder / "target" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "tiny-target"
+    monkeypatch.chdir(tmp_path)  # where a folder of that name lies
+    target = load_target(str(folder / "target"))
+    loaded = load_drafter(REPO, target.model, target.tokenizer)
+    assert loaded.target_quality["kl"] >= 0

@@ -252,14 +252,6 @@ def test_the_larger_phase_is_announced_first() -> None:
     assert on_device.announced == on_device.peak, "an accelerator's allocator counts tensors alone"
 
 
-def test_later_rounds_hold_the_drafters_cache_and_the_optimizers_state() -> None:
-    config, drafter = make_llama(**WIDE).config, {"type": "draft_model", "num_hidden_layers": 2}
-    once = memory.estimate_memory(recipe_of(drafter), config)
-    rounds = memory.estimate_memory(recipe_of(drafter, data={"refresh_every": 9}), config)
-    assert rounds.cache == 2 * once.cache, "a draft model of the target's shape"
-    assert rounds.reading == once.reading + once.optimizer
-
-
 @pytest.mark.parametrize("kind", mostly_slow(["hydra", "medusa", "eagle3", "dflash"], "medusa"))
 def test_activations_of_every_kind_of_block_are_computed_again(kind: str) -> None:
     more = {"eagle3": {"layers": [1, 2], "train_steps": 3}, "dflash": {"layers": [1, 2]}}

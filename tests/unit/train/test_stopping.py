@@ -43,15 +43,6 @@ def test_a_problem_of_one_stops_all() -> None:
         other.agree(sums)
 
 
-def test_work_that_loses_nothing_is_left_at_once() -> None:
-    with Stopping() as stopping, pytest.raises(SystemExit, match="143"), stopping.at_once():
-        os.kill(os.getpid(), signal.SIGTERM)
-    with Stopping() as stopping:
-        os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt), stopping.at_once():
-            pytest.fail("began")
-
-
 def test_exit_codes() -> None:
     with pytest.raises(SystemExit) as left:
         leave(signal.SIGTERM)

@@ -64,7 +64,6 @@ def test_sampling_reads_the_weights_once_a_token() -> None:
     assert work.pass_bytes == 4 * weights + 2 * 2 * 16 * 1 * 8 * slots * 4 / 2
     assert work.prompt_operations == 2 * weights * 100 * 10
     assert estimate_work(recipe_of(), model.config, processes=2).passes == 4 * 20
-    assert estimate_work(recipe_of(data={"refresh_every": 10}), model.config).passes == 19 * 20
     assert estimate_work(recipe_of(data={"responses": 3}), model.config).passes == 19 * 20
     assert estimate_work(recipe_of(data={"response": "text"}), model.config).passes == 0
 
