@@ -1,22 +1,17 @@
-"""Quantized targets (torchao): the matrices of the layers take one byte a number; how far p moves."""
+"""Quantized targets (torchao): the matrices of the layers take one byte a number."""
 
-from collections.abc import Iterable
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads.hidden_states import layer_lists
 
 LEAST_SHARE = 0.5
 """Share of the layers' weights that must be in matrices that are quantized."""
-TOGETHER = 256
-"""Positions whose logits are in memory at a time."""
 
 
 def require_quantization(kind: str, dtype: str) -> None:
@@ -78,37 +73,3 @@ def quantize(model: PreTrainedModel, kind: str, device: torch.device) -> None:
             ao.quantize_(layer, config, lambda module, _: module in chosen)
     vars(model)["draftsmith_quantization"] = kind
     model.requires_grad_(False)
-
-
-# Shapes: N positions, n positions of a chunk, H hidden size, V vocabulary.
-
-
-class Agreement(NamedTuple):
-    """How well a quantized target agrees with the target itself."""
-
-    overlap: float
-    """Mean of sum_v min(p_v, p'_v), at temperature 1."""
-    same_argmax: float
-    """Share of positions with the same most likely token, which is what the overlap is for greedy decoding."""
-    positions: int
-
-
-@torch.no_grad()
-def agreement(quantized: OnlineTeacher, target: OnlineTeacher, batches: Iterable[Any]) -> Agreement:
-    """Compare the two targets' p at the trained positions of batches, which both have the same lm_head.
-
-        |alpha(p, q) - alpha(p', q)| <= TV(p, p') = 1 - sum_v min(p_v, p'_v)
-
-    since alpha = 1 - TV, and the total variation is a metric. So the overlap of the two bounds what any drafter's alpha
-    changes when it is measured on the one instead of the other.
-    """
-    overlap = same = positions = 0.0
-    for batch in batches:
-        hidden = [teacher.signals(batch).hidden_BTH[batch.mask_BT] for teacher in (quantized, target)]
-        for states in zip(*(states_NH.split(TOGETHER) for states_NH in hidden), strict=True):
-            logits = [target.lm_head(states_nH).float() for states_nH in states]
-            p, other = (logits_nV.softmax(-1) for logits_nV in logits)
-            overlap += float(torch.minimum(p, other).sum())
-            same += float((p.argmax(-1) == other.argmax(-1)).sum())
-        positions += len(hidden[0])
-    return Agreement(overlap / positions, same / positions, int(positions))

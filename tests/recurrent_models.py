@@ -92,16 +92,8 @@ FAMILIES = {name: values for name, values in _FAMILIES.items() if name in CONFIG
 INDEXED = {"index_topk": 12, "index_head_dim": 16, "index_n_heads": 16, "n_routed_experts": 4, "n_group": 1}
 INDEXED |= {"topk_group": 1, "first_k_dense_replace": 1, "num_hidden_layers": 2, "q_lora_rank": 12}
 _OTHERS: dict[str, dict[str, Any]] = {
-    # No cache at all, states in a list or in the modules, and a cache class of its own.
-    "openai-gpt": {"n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.8},
+    # States in a list.
     "rwkv": {"hidden_size": 32, "num_hidden_layers": 2},
-    "recurrent_gemma": {
-        **SIZES, "num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 8, "head_dim": 8,
-        "w_init_variance_scale": 2.0,
-    },
-    "minimax": {
-        **SIZES, "num_hidden_layers": 2, "head_dim": 8, "num_local_experts": 2, "layer_types": [STATES, FULL],
-    },
     # An indexer, and compressed keys in the layers of the common cache.
     "deepseek_v32": {**SIZES, **KDA, **INDEXED},
     "deepseek_v4": {

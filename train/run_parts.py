@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
-from datasets import Dataset
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
@@ -29,7 +28,7 @@ from draftsmith.heads.flat_rows import read_flat, recompute_activations
 from draftsmith.heads.hidden_states import layers_of
 from draftsmith.heads.lm_head import checked_size, logits_map
 from draftsmith.heads.lora import check_lora
-from draftsmith.heads.model_config import known_tokens, start_token
+from draftsmith.heads.model_config import known_tokens
 from draftsmith.heads.sequence_part import SequencePart
 from draftsmith.provenance import model_fingerprints
 from draftsmith.storage import hold_cache
@@ -37,13 +36,8 @@ from draftsmith.train.data import TrainingData, frequent_tokens, logit_count, pr
 from draftsmith.train.engine import Engine
 from draftsmith.train.launch import RunContext, autocast, precision
 from draftsmith.train.optimizers import OPTIMIZERS, Optimizers, Sizes, Trained, adapters_optimizer
-from draftsmith.train.placement.offloaded import offload
-from draftsmith.train.progress import in_units
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.step import AgreementStep, CotrainStep, Teacher, collate
-
-COMPARED = 8
-"""The first rows of the data, on which a quantized target is compared with the target itself."""
+from draftsmith.train.step import AgreementStep, CotrainStep, Teacher
 
 
 def load_frozen_target(context: RunContext) -> LoadedTarget:
@@ -88,8 +82,6 @@ class Parts:
     draft_length: int
     data: TrainingData
     teacher: Teacher
-    quantization: dict[str, float] | None
-    """Memory and alpha of the quantized target, see `quantization_effect`; None where it is not quantized."""
 
 
 def load_parts(context: RunContext) -> Parts:
@@ -111,9 +103,6 @@ def load_parts(context: RunContext) -> Parts:
     drafter.to(context.accelerator.device)
     data = prepare_data(context, target)
     check_excluded(recipe.data.exclude_rows, data)
-    quantization = None
-    if recipe.target.quantization is not None:
-        quantization = quantization_effect(context, target, data.rows)
     if (vocabulary := drafter.draft_vocabulary) is not None:
         rows = data.rows.select(range(data.trained))
         if recipe.start_from is None:
@@ -121,7 +110,7 @@ def load_parts(context: RunContext) -> Parts:
         else:
             counts_V = token_counts(rows, logit_count(target.model))
             say_coverage(counts_V, vocabulary.tokens_D.tolist(), context.console)
-    return Parts(target, drafter, draft_length, data, make_teacher(context, target.model, drafter, data), quantization)
+    return Parts(target, drafter, draft_length, data, make_teacher(context, target.model, drafter, data))
 
 
 def make_drafter(recipe: Recipe, target: LoadedTarget) -> TrainableDrafter:
@@ -223,35 +212,6 @@ def check_excluded(excluded: Sequence[int], data: TrainingData) -> None:
         raise ConfigError.of("data.exclude_rows", [largest], f"rows below {len(data.rows)}, which is what the data has")
     if data.trained and not set(range(data.trained)) - set(excluded):
         raise ConfigError(f"data.exclude_rows leaves none of {data.trained} rows; expected at least one to train on")
-
-
-def quantization_effect(context: RunContext, target: LoadedTarget, rows: Dataset) -> dict[str, float] | None:
-    """Print and return the bytes that quantizing `target` saves, and its agreement with the target itself.
-
-    The main process loads the latter, and copies its layers to the device one by one. Other processes wait, and return
-    None.
-    """
-    from draftsmith.distill.quantization import agreement, saved_bytes
-
-    kind, accelerator, model = context.recipe.target.quantization, context.accelerator, target.model
-    assert kind is not None, "the target is quantized"
-    start = start_token(model) if model.config.is_encoder_decoder else None
-    with accelerator.main_process_first():
-        if not accelerator.is_main_process:
-            return None
-        context.console.say(f"target: comparing it with {target.name} as it was before it was quantized")
-        whole = _load(context).model
-        saved, total = saved_bytes(whole, kind), sum(w.numel() * w.element_size() for w in whole.parameters())
-        offload(whole, accelerator.device)
-        batches = (collate(rows, [row], accelerator.device, start) for row in range(min(COMPARED, len(rows))))
-        with autocast(context.recipe, accelerator.device):
-            found = agreement(OnlineTeacher(model), OnlineTeacher(whole), batches)
-    context.console.say(
-        f"target: {kind} saves {in_units(saved)} of {in_units(total)}; at {found.positions:,} trained positions sum "
-        f"min(p, p') is {found.overlap:.4f} on average, so that alpha differs by at most {1 - found.overlap:.4f}, and "
-        f"the most likely token is the same at {found.same_argmax:.1%}"
-    )
-    return {"saved_bytes": saved, **found._asdict()}
 
 
 def sequence_part(context: RunContext) -> SequencePart | None:

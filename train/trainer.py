@@ -107,7 +107,7 @@ class Run:
         self.console.say(described(recipe, target_width(recipe)))
         parts = load_parts(context)
         self.target, self.drafter, self.teacher = parts.target, parts.drafter, parts.teacher
-        self.draft_length, self.data, self.quantization = parts.draft_length, parts.data, parts.quantization
+        self.draft_length, self.data = parts.draft_length, parts.data
         model = self.target.model
         self.excluded = frozenset(recipe.data.exclude_rows)
         self.expect = getattr(self.teacher, "expect", None)  # of teachers that read ahead
@@ -132,8 +132,6 @@ class Run:
     def train(self) -> None:
         """Take the remaining steps, with evaluations and checkpoints, and write the run's summary."""
         name, settings, step, stopping = self.recipe.name, self.recipe.train, self.begin, self.stopping
-        if step == 0 and self.quantization is not None:
-            self.record.log({"step": 0, "quantization": self.quantization})
         self.engine.module.train()
         with self.console.bar(name, settings.steps, step) as advance:
             if not self.evaluated:

@@ -36,10 +36,10 @@ GROUPED = "draftsmith"
 MOST_GROUPED = 128
 """Most queries that are grouped; beyond, the repeated mask costs more than the expanded keys and values."""
 
-Passes = Literal["grouped", "masked", "native", "copied", "whole"]
+Passes = Literal["grouped", "masked", "native", "copied"]
 """How a model is run: with `attend` and the decoder's masks; with transformers' own attention function and the
 decoder's masks; or as in `generate`, with masks that the model makes itself, which suits chains only. Of the latter,
-"native" has the decoder's cache, "copied" the model's own, see `Reread`, and "whole" none."""
+"native" has the decoder's cache, and "copied" the model's own, see `RereadingPasses`."""
 WITH_ROLLBACK: tuple[Passes, ...] = ("grouped", "masked", "native")
 """Those with the decoder's cache."""
 _PASSES: "WeakKeyDictionary[PreTrainedModel, Passes]" = WeakKeyDictionary()

@@ -73,10 +73,7 @@ UNVERIFIED = {
 }
 """Model types whose texts in `generate` differ from those of forward passes, beyond what the comparison reads."""
 RECURRENT = "its recurrent layers read one token after the other"
-_AGAIN: dict[Passes, str] = {
-    "copied": "each round copies its own cache and reads up to 16 committed tokens again",
-    "whole": "each round reads the whole text again",
-}
+COPIED = "each round copies its own cache and reads up to 16 committed tokens again"
 """How models without rollback read drafts."""
 _KNOWN: "WeakKeyDictionary[PreTrainedModel, Capability]" = WeakKeyDictionary()
 
@@ -116,16 +113,16 @@ def capability_of(model: PreTrainedModel) -> Capability:
         raise refused
     _KNOWN[model], passes = best
     run_with(model, passes)
-    if passes in _AGAIN:
+    if passes == "copied":
         kind = _KNOWN[model].kind
-        warnings.warn(f"model_type={kind!r}: {_AGAIN[passes]}, which may take longer than `generate`", stacklevel=2)
+        warnings.warn(f"model_type={kind!r}: {COPIED}, which may take longer than `generate`", stacklevel=2)
     return _KNOWN[model]
 
 
 def _ways(model: PreTrainedModel) -> Sequence[Passes]:
     if _slides_by_index(model):
         return ("native",)
-    ways = WITH_ROLLBACK if model.config.is_encoder_decoder else (*WITH_ROLLBACK, *_AGAIN)
+    ways = WITH_ROLLBACK if model.config.is_encoder_decoder else (*WITH_ROLLBACK, "copied")
     return ways[ways.index(passes_of(model)) :]
 
 
@@ -139,20 +136,18 @@ def _measured(model: PreTrainedModel) -> Capability:
     if kind in UNVERIFIED:
         raise ConfigError(f"model_type={kind!r} cannot verify drafts: {UNVERIFIED[kind]}; expected another target")
     passes = passes_of(model)
-    if passes != "whole" and not cache_name(inspect.signature(model.forward).parameters):
+    if not cache_name(inspect.signature(model.forward).parameters):
         raise ConfigError(f"model_type={kind!r} takes no cache; expected a model that reads with a cache")
     if passes in WITH_ROLLBACK:
         refuse_other_layers(text_config(model))
-    rounds = MANY_ROUNDS if passes in _AGAIN or is_recurrent(model) else ROUNDS
+    rounds = MANY_ROUNDS if passes == "copied" or is_recurrent(model) else ROUNDS
     reason = why_wrong(lambda: rollback_gap(model, 1, rounds), model)
-    if reason.startswith("logits differ") and passes == "whole":
-        reason = "its logits after a token depend on later tokens"
-    of_generate = _generate_gap if passes in _AGAIN else _positions_gap
+    of_generate = _generate_gap if passes == "copied" else _positions_gap
     reason = reason or why_wrong(lambda: of_generate(model), model, "in its `generate`, ")
     if reason:
         raise ConfigError(f"model_type={kind!r} cannot verify drafts: {reason}; expected another target")
-    if passes in _AGAIN:
-        return Capability(kind, no_trees=_AGAIN[passes], no_ragged=_AGAIN[passes])
+    if passes == "copied":
+        return Capability(kind, no_trees=COPIED, no_ragged=COPIED)
     if passes == "native":
         own = "it takes its masks and positions from indices in the cache"
         return Capability(kind, no_trees=_structural(model) or own, no_ragged=own)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.rollback import RollbackCache, cache_name
-from draftsmith.decode.passes.attention import Attention, chains_after, passes_of
+from draftsmith.decode.passes.attention import Attention, chains_after
 from draftsmith.decode.passes.base import (
     INVARIANT_SLOTS,
     INVARIANT_WIDTH,
@@ -229,8 +229,7 @@ class RereadingPasses(EagerPasses):
 
         own cache of the model | committed since, read again | draft ......... |
 
-    Each pass continues a copy of the model's own cache, which is moved on after `MOST_AGAIN` tokens. A model without a
-    cache, or one that continues its cache by one token at a time only, reads the whole text in each pass instead.
+    Each pass continues a copy of the model's own cache, which is moved on after `MOST_AGAIN` tokens.
     """
 
     rewinds = False
@@ -240,7 +239,6 @@ class RereadingPasses(EagerPasses):
         assert len(cache.lengths) == 1, "`Capability` has such texts decoded one after another"
         self._widths = {}  # padding would be read again, too
         self._takes_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._copies = passes_of(model) == "copied"
         self._own_cache: Any = None
         self._cached = 0
         self._ids_1S = torch.empty(1, 0, dtype=torch.long, device=self._device)
@@ -251,7 +249,7 @@ class RereadingPasses(EagerPasses):
             inputs["logits_to_keep"] = reading.width
         self._ids_1S = torch.cat([self._ids_1S[:, : reading.starts[0]], reading.ids_BQ], 1)
         length = self.cache.lengths[0]
-        if self._copies and length - self._cached >= MOST_AGAIN:
+        if length - self._cached >= MOST_AGAIN:
             self._continue(inputs, length, moves=True)
         output = self._continue(inputs, self._ids_1S.shape[1], moves=reading.counts is not None)
         return self._output(output, reading, last=reading.width)
@@ -260,12 +258,13 @@ class RereadingPasses(EagerPasses):
         """Read the tokens between the cache and `end`; with `moves` they are in the cache from now on."""
         name = self._cache_name
         own = {key: value for key, value in inputs.items() if key != name}
-        own |= {"input_ids": self._ids_1S[:, self._cached : end], "use_cache": self._copies}
-        if self._copies:
-            own[name] = self._own_cache if moves else deepcopy(self._own_cache)
+        own |= {"input_ids": self._ids_1S[:, self._cached : end], "use_cache": True}
+        own[name] = self._own_cache if moves else deepcopy(self._own_cache)
         if "position_ids" in inputs:
             own["position_ids"] = torch.arange(self._cached, end, device=self._device)[None]
         output = self.model(**own)
-        if moves and self._copies:
+        if moves and output.get(name) is None:
+            raise ValueError(f"its output has no {name!r}")
+        if moves:
             self._own_cache, self._cached = output[name], end
         return output

@@ -30,13 +30,8 @@ The check depends on the model at hand: another size or option than in the table
 ## Models with recurrent layers, and models without a cache that rolls back
 
 [Recurrent layers](decoding.md#recurrent-layers) read one token after the other, so these models verify chains. Where
-draft tokens cannot be removed from a cache, a warning says how chains are verified, since a round may then cost more
-than the tokens that it saves:
-
-- *each round copies its own cache and reads up to 16 committed tokens again* (RWKV, DeepSeek-V4);
-- *each round reads the whole text again*: models whose `generate` does so for every token (OpenAI GPT), and models
-  that continue their cache by one token at a time only (MiniMax-Text, RecurrentGemma). Expect less than the speed of
-  `generate` there.
+draft tokens cannot be removed from a cache, *each round copies its own cache and reads up to 16 committed tokens again*
+(RWKV, DeepSeek-V4). A warning says so, since a round may then cost more than the tokens that it saves.
 
 ## Every class
 
@@ -79,7 +74,7 @@ def _reasons(outcome: Outcome) -> str:
     """Return why the class is refused, or only for trees or single drafters, in a cell of the table."""
     text = next((cell for cell in (outcome.chains, outcome.trees) if cell != EXACT), "")
     reasons = [text.split("reads chains only: ")[-1]] if text else []
-    compiled = re.sub(r"^compile=True( with model_type='\w+')?: ", "", outcome.compiled)
+    compiled = re.sub(r"^compile=True( with model_type='[\w-]+')?: ", "", outcome.compiled)
     images = outcome.images if outcome.chains == EXACT else ""
     for name, cell in {"compiled": compiled, "images": images, **_trained(outcome)}.items():
         if NO_CLASS in cell:
@@ -92,7 +87,7 @@ def _reasons(outcome: Outcome) -> str:
 
 def _general(reason: str) -> str:
     """Return a reason without what belongs to one class: names, numbers, messages of torch."""
-    reason = re.sub(r"model_type='\w+' |model \w+For\w+ | for \w+For\w+| by [\d.]+ standard deviations", "", reason)
+    reason = re.sub(r"model_type='[\w-]+' |model \w+For\w+ | for \w+For\w+| by [\d.]+ standard deviations", "", reason)
     reason = re.sub(r"of width \d+ and hidden states of width \d+", "and hidden states of different widths", reason)
     reason = re.sub(r"of layers \d+ and sizes \(.*?\) ", "", reason)
     return re.sub(r" \(.*\)", "", reason.split("; expected")[0]).strip()

@@ -21,8 +21,7 @@ from draftsmith.heads.draft_tree import Draft
 
 ROUNDING = 1e-5
 """Norms and scans are computed in float32; a wrong state changes logits by more than 0.1."""
-PASSES = {"openai-gpt": "whole", "recurrent_gemma": "whole", "minimax": "whole", "rwkv": "copied"}
-PASSES |= {"deepseek_v4": "copied", "deepseek_v32": "masked" if INDEXED_TREES else "copied"}
+PASSES = {"rwkv": "copied", "deepseek_v4": "copied", "deepseek_v32": "masked" if INDEXED_TREES else "copied"}
 AGAIN = [family for family in OTHERS if PASSES[family] != "masked"]
 
 
@@ -39,8 +38,8 @@ def test_logits_after_discarded_drafts_are_those_of_plain_passes(family: str) ->
 
 
 def test_a_model_that_reads_again_is_named_in_a_warning() -> None:
-    with pytest.warns(UserWarning, match="model_type='openai-gpt': each round reads the whole text again, which may"):
-        SpeculativeDecoder(build("openai-gpt"))
+    with pytest.warns(UserWarning, match="model_type='rwkv': each round copies its own cache and reads up to 16 com"):
+        SpeculativeDecoder(build("rwkv"))
 
 
 def same(cache: Any) -> Any:
@@ -95,32 +94,29 @@ def test_few_tokens_are_read_again_and_logits_stay_those_of_plain_passes(family:
     assert longest < MOST_AGAIN + 3
 
 
-@pytest.mark.parametrize(("family", "first"), [("openai-gpt", 1), ("rwkv", 0)])
 @torch.inference_mode()
-def test_states_for_drafters_are_those_of_the_new_tokens(family: str, first: int) -> None:
-    """`first`: where the model's `hidden_states` have the output of the first layer."""
-    model = build(family)
-    run_with(model, PASSES[family])  # pyright: ignore[reportArgumentType]
+def test_states_for_drafters_are_those_of_the_new_tokens() -> None:
+    model = build("rwkv")
+    run_with(model, "copied")
     text = [5, 6, 7, 8, 9, 10, 11]
     runner = ModelRunner(model, 1, Plan(remember=True, layers=(1,)))
     expected = model(input_ids=torch.tensor([text]), use_cache=False, output_hidden_states=True).hidden_states
     runner.append([text[:4]])
-    torch.testing.assert_close(runner.features_BQF, expected[first][:, :4])
+    torch.testing.assert_close(runner.features_BQF, expected[0][:, :4])
     torch.testing.assert_close(runner.states, expected[-1][:, 3])
     runner.tree(torch.tensor([text[4:6]]), [(-1,)])
     runner.commit([[0]])
     runner.tree(torch.tensor([text[5:]]), [(-1,)])
-    torch.testing.assert_close(runner.features_BQF, expected[first][:, 5:])
+    torch.testing.assert_close(runner.features_BQF, expected[0][:, 5:])
     torch.testing.assert_close(runner.states, expected[-1][:, 5:])
 
 
-@pytest.mark.parametrize("family", ["openai-gpt", "rwkv"])
 @pytest.mark.filterwarnings("ignore:model_type=")
-def test_texts_of_a_batch_are_decoded_one_after_another(family: str) -> None:
+def test_texts_of_a_batch_are_decoded_one_after_another() -> None:
     """With a draft model that reads again, for a target that does, and for one that does not."""
     prompts = [[5, 6, 7], [9, 8, 7, 6, 5]]
-    for target in (build(family), make_llama().double()):
-        drafter = noisy(build(family, vocab_size=LLAMA_VOCAB)) if target.config.model_type == "llama" else noisy(target)
+    for target in (build("rwkv"), make_llama().double()):
+        drafter = noisy(build("rwkv", vocab_size=LLAMA_VOCAB)) if target.config.model_type == "llama" else noisy(target)
         plain = SpeculativeDecoder(target)
         expected = [plain.generate(prompt, max_new_tokens=40, eos_token_id=None).tokens for prompt in prompts]
         outputs = SpeculativeDecoder(target, drafter, draft_length=3).generate_batch(
