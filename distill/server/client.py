@@ -88,13 +88,13 @@ class ServerClient:
         if name is None and len(listed) != 1:
             has = f"the server has {shown}; expected one of them" if listed else "the server lists no model"
             raise ConfigError(f"--model is missing, and {has}")
-        name = name or next(iter(listed))
-        if listed and name not in listed:
-            raise ConfigError(f"server {self.url} does not serve {name}; expected one of {shown}")
-        entry = listed.get(name, {})
+        chosen = next(iter(listed)) if name is None else name
+        if listed and chosen not in listed:
+            raise ConfigError(f"server {self.url} does not serve {chosen}; expected one of {shown}")
+        entry = listed.get(chosen, {})
         meta = entry.get("meta")
         told = entry.get("max_model_len") or (meta.get("n_ctx") if isinstance(meta, dict) else None)
-        return ServedName(name, told if type(told) is int and told > 0 else None)
+        return ServedName(chosen, told if type(told) is int and told > 0 else None)
 
     async def _listed(self) -> list[dict[str, Any]]:
         """Return the entries of the server's list of models."""

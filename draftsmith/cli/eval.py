@@ -112,7 +112,9 @@ def serve(
     from draftsmith.distill.server.client import served_at
 
     section = server_section(url=address, model=model, top_p=given["top_p"])
-    served_at([address, *([baseline] if is_address(baseline) else [])], model)  # before torch is imported
+    served_at(
+        [address, *([baseline] if baseline is not None and is_address(baseline) else [])], model
+    )  # before torch is imported
     from draftsmith.eval.server.run import measure_server, server_table
     from draftsmith.eval.settings import Settings
     from draftsmith.terminal import Terminal
