@@ -372,7 +372,7 @@ def _checksum(tensors: Iterable[Tensor]) -> int:
     """Return a hash of the bytes of a row's tensors."""
     digest = xxh3_64()
     for tensor in tensors:
-        digest.update(memoryview(tensor.contiguous().view(torch.uint8).numpy()))
+        digest.update(memoryview(tensor.contiguous().view(torch.uint8).numpy()))  # pyright: ignore[reportArgumentType]
     return digest.intdigest()
 
 
