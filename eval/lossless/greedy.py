@@ -167,17 +167,12 @@ def check_greedy(
     return GreedyCheck(len(prompts), identical, tokens, drafted, differing)
 
 
-Adjust = Callable[[Tensor, list[int]], Tensor]
-"""Returns the logits [T, V] that a text's tokens are chosen from, from those of the model: a penalty, for example."""
-
-
 def divergences(
     target: PreTrainedModel,
     prompt: Prompt,
     tokens: list[int],
     alone: list[int],
     *,
-    adjust: Adjust = lambda logits_TV, _: logits_TV,
     slack: float = 0.0,
 ) -> list[Divergence]:
     """Return where `tokens` first differ from `alone`, and where they are not the target's argmax.
@@ -187,7 +182,7 @@ def divergences(
     """
 
     def logits(width: int | None = None) -> Tensor:
-        return adjust(read(target, prompt, torch.tensor([tokens]), width=width)[0], tokens)
+        return read(target, prompt, torch.tensor([tokens]), width=width)[0]
 
     whole_TV = logits() if tokens else torch.empty(0, 1)
     best = whole_TV.argmax(-1).tolist()

@@ -27,7 +27,6 @@ from draftsmith.eval.lossless.greedy import Divergence, GreedyCheck
 from draftsmith.eval.lossless.hypotheses import Drawn, Sample, SamplingCheck, String, adjusted, judged
 from draftsmith.eval.lossless.served_answers import (
     AT_ONCE,
-    PENALTY,
     Baseline,
     Local,
     Reference,
@@ -36,7 +35,6 @@ from draftsmith.eval.lossless.served_answers import (
     ServedModel,
     Tests,
     filled,
-    seen_before,
     string,
 )
 from draftsmith.eval.prompts import Prompt, PromptRows, left_out
@@ -45,7 +43,7 @@ from draftsmith.heads.model_config import context_limit
 from draftsmith.provenance import environment, model_fingerprint
 from draftsmith.terminal import stage
 
-ALONE, TOGETHER, COLD, STOP, END, PENALISED, SAMPLED = range(7)
+ALONE, TOGETHER, COLD, STOP, END, SAMPLED = 0, 1, 2, 3, 4, 6  # 0.3 used 5
 """First element of a request's place in the journal: the kind of question; `SAMPLED` + i at the i-th temperature."""
 TOKENS = 8
 """Tokens of a sampled continuation: more than are tested jointly, so that drafts have their whole length."""
@@ -53,10 +51,8 @@ COLDEST = 0.01
 """A temperature at which texts are the greedy ones but for near ties."""
 COLD_GAP = 14 * COLDEST
 """Difference of two logits over which a token is drawn once in a million at this temperature."""
-PROBED, PROBE_TOKENS = 4, 32
-"""Prompts of a probe, and tokens of its answers."""
-RATE = 1.5
-"""The repetition penalty."""
+PROBED = 4
+"""Prompts of a probe."""
 LONGEST_CONTEXT = 8192
 """A longer context is not filled."""
 LEFT = (8, 5)
@@ -97,7 +93,6 @@ class ServedCheck:
         for name, probe in {
             "stop strings": self._stop,
             "the end of the context": self._end,
-            "a repetition penalty": self._penalty,
         }.items():
             try:
                 found = probe(requests[:PROBED], alone)
@@ -178,28 +173,6 @@ class ServedCheck:
         if not requests:
             return "the target ends its texts before"
         return self._compared(requests, self.server.say(requests), own)
-
-    def _penalty(self, requests: Sequence[Request], alone: Sequence[Said]) -> GreedyCheck | str:
-        """Penalise repeated tokens, from a place on where the greedy text repeats one."""
-        plain, fields = (
-            [],
-            {PENALTY: RATE, "repeat_penalty": RATE, "repeat_last_n": 2**16},
-        )  # the last two: llama-server
-        for request, said in zip(requests, alone, strict=False):
-            tokens = said.tokens if said.tokens is not None else []
-            prompt = [*request.prompt, *tokens[: seen_before(request.prompt, tokens)]]
-            room = PROBE_TOKENS if self.limit is None else min(PROBE_TOKENS, self.limit - len(prompt))
-            if room > 0 and self.server.expressible(prompt):
-                plain.append(Request((PENALISED, request.place[1], 1), prompt, room))
-        asked = [replace(request, place=(*request.place[:2], 0), fields=fields) for request in plain]
-        if not asked:
-            return "no prompt has room for an answer"
-        said, own, without = self.server.say(asked), self.reference.say(asked), self.server.say(plain)
-        if all(text.same(other) for text, other in zip(own, without, strict=True)):
-            return "it changes no text here"
-        if isinstance(self.reference, Local) and all(a.same(b) for a, b in zip(said, without, strict=True)):
-            return f"the server does not apply {PENALTY}, perhaps without drafts either; --baseline tells"
-        return self._compared(asked, said, own)
 
     def _sampled(self, number: int, temperature: float, alone: Sequence[Said]) -> VariantCheck:
         """Sample the first tokens after each prompt with many seeds."""

@@ -9,12 +9,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
-import torch
 from datasets import Dataset
-from torch import Tensor
-from transformers import PreTrainedModel, RepetitionPenaltyLogitsProcessor
+from transformers import PreTrainedModel
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sampling import Sampling
@@ -27,7 +25,7 @@ from draftsmith.distill.server.client import RequestFailed, ServerClient
 from draftsmith.distill.server.probe import check_server
 from draftsmith.distill.server.sampling import ServerSampler, request_seed, together
 from draftsmith.errors import ConfigError
-from draftsmith.eval.lossless.greedy import Adjust, Divergence, divergences
+from draftsmith.eval.lossless.greedy import Divergence, divergences
 from draftsmith.eval.lossless.hypotheses import Drawn, String, Test, sample_tests
 from draftsmith.eval.lossless.probabilities import ExactTests, SampledTarget
 from draftsmith.eval.lossless.sampling import BATCH, Done
@@ -185,24 +183,12 @@ async def _with_fields(
     return found
 
 
-def seen_before(tokens: list[int], after: list[int]) -> int:
-    """Return the place of the first of `after` that is in the text before it; 0 if there is none."""
-    known = set(tokens)
-    for place, token in enumerate(after):
-        if token in known and place:
-            return place
-        known.add(token)
-    return 0
-
-
 def filled(prompts: Sequence[Prompt], length: int) -> list[int]:
     """Return the prompts' tokens one after another, repeated up to a length."""
     every = list(chain.from_iterable(prompt.input_ids for prompt in prompts))
     return (every * (1 + length // len(every)))[:length]
 
 
-PENALTY = "repetition_penalty"
-"""Field of a request in vLLM and SGLang, whose meaning is transformers'."""
 WARM, DRAWS, SEEN = 0.1, 64, 2
 """A token that the baseline draws `SEEN` times in `DRAWS` at this temperature is a near tie."""
 WARM_GAP = 0.35
@@ -231,18 +217,11 @@ class Local:
 
     def say(self, requests: Sequence[Request]) -> list[Said]:
         """Return its own greedy continuations."""
-        return [self._said(request.prompt, self._decode(request)) for request in requests]
-
-    def _decode(self, request: Request, ignored: int = 0) -> list[int]:
-        """Return the target's own text; `ignored`: prompt tokens that a repetition penalty does not count."""
-        penalty = _penalty(request, ignored)
-        output = SpeculativeDecoder(self.model).generate(
-            request.prompt,
-            max_new_tokens=request.tokens,
-            eos_token_id=sorted(self.chat.ends) or None,
-            logits_processor=[] if penalty is None else [penalty],
-        )
-        return output.tokens
+        decoder, ends, said = SpeculativeDecoder(self.model), sorted(self.chat.ends) or None, list[Said]()
+        for request in requests:
+            output = decoder.generate(request.prompt, max_new_tokens=request.tokens, eos_token_id=ends)
+            said.append(self._said(request.prompt, output.tokens))
+        return said
 
     def _said(self, prompt: list[int], tokens: list[int]) -> Said:
         ended = bool(tokens) and tokens[-1] in self.chat.ends
@@ -251,16 +230,7 @@ class Local:
 
     def differences(self, request: Request, theirs: Said, own: Said, slack: float = 0.0) -> list[Divergence]:
         """Return where an answer is not its own, judged; `slack`: a gap of logits that is no bug."""
-        found = self._differences(request, theirs, own, slack, 0)
-        if PENALTY in request.fields and any(each.kind == "bug" for each in found):
-            length = len(request.prompt)  # some engines penalise the tokens of the answer only
-            again = self._said(request.prompt, self._decode(request, length))
-            other = self._differences(request, theirs, again, slack, length)
-            return found if any(each.kind == "bug" for each in other) else other
-        return found
-
-    def _differences(self, request: Request, theirs: Said, own: Said, slack: float, ignored: int) -> list[Divergence]:
-        prompt, penalty = Prompt(f"#{request.place[1] + 1}", "", request.prompt), _penalty(request, ignored)
+        prompt = Prompt(f"#{request.place[1] + 1}", "", request.prompt)
         tokens, alone, ended, ends = theirs.tokens, list(own.tokens or ()), own.ended, sorted(self.chat.ends)[:1]
         if tokens is None:
             if theirs.text == own.text:
@@ -269,8 +239,7 @@ class Local:
             ended = False
         elif theirs.ended:
             tokens = [*tokens, *ends]
-        how = {} if penalty is None else {"adjust": _adjusted(penalty, request.prompt)}
-        return divergences(self.model, prompt, tokens, [*alone, *(ends if ended else [])], slack=slack, **how)
+        return divergences(self.model, prompt, tokens, [*alone, *(ends if ended else [])], slack=slack)
 
     def tests(
         self, requests: list[list[Request]], greedy: Sequence[String], sampling: Sampling, *, tokens: bool
@@ -304,22 +273,6 @@ class Local:
                 texts += [self._said(part[0].prompt, output.tokens) for output in outputs]
             drawn.append([string(text, -1, tokens=False) for text in texts])
         return partial(sample_tests, drawn, False), 0.0
-
-
-def _penalty(request: Request, ignored: int) -> RepetitionPenaltyLogitsProcessor | None:
-    rate = request.fields.get(PENALTY)
-    return None if rate is None else RepetitionPenaltyLogitsProcessor(rate, prompt_ignore_length=ignored or None)
-
-
-def _adjusted(penalty: RepetitionPenaltyLogitsProcessor, prompt: list[int]) -> Adjust:
-    def adjust(logits_TV: Tensor, tokens: list[int]) -> Tensor:
-        rows = []
-        for place, row_V in enumerate(logits_TV):
-            text = torch.tensor([[*prompt, *tokens[:place]]], device=logits_TV.device)
-            rows.append(penalty(cast(torch.LongTensor, text), cast(torch.FloatTensor, row_V[None].clone())))
-        return torch.cat(rows)
-
-    return adjust
 
 
 def _retold(chat: Chat, prompt: list[int], alone: list[int], text: str) -> tuple[list[int], list[int]]:

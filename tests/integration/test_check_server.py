@@ -12,7 +12,6 @@ import pytest
 from commands import run, write_prompts
 from conftest import make_llama
 from engine_server import Engine, behind_a_proxy, chat_tokenizer
-from transformers import RepetitionPenaltyLogitsProcessor
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.heads.draft_model import DraftModel
@@ -29,11 +28,9 @@ class Server(Engine):
         self.lock = threading.Lock()
 
     def tokens(self, prompt: list[int], body: dict[str, Any]) -> list[int]:
-        penalty = body.get("repetition_penalty", 1.0)
         settings = {"max_new_tokens": body["max_tokens"], "temperature": body["temperature"], "seed": body["seed"]}
-        processors = [] if penalty == 1 else [RepetitionPenaltyLogitsProcessor(penalty)]
         with self.lock:
-            return self.decoder.generate(prompt, logits_processor=processors, **settings).tokens
+            return self.decoder.generate(prompt, **settings).tokens
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import pytest
 import torch
 from conftest import make_llama, noisy_llama
 from engine_server import chat_tokenizer
-from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.distill.chat_template import Chat
@@ -20,7 +19,7 @@ from draftsmith.distill.server.answers import bare
 from draftsmith.eval.lossless.check import CheckSettings, VariantCheck
 from draftsmith.eval.lossless.hypotheses import chi_square_tail, homogeneity
 from draftsmith.eval.lossless.served import ServedCheck
-from draftsmith.eval.lossless.served_answers import PENALTY, Baseline, Local, Request, Said, ServedModel
+from draftsmith.eval.lossless.served_answers import Baseline, Local, Request, Said, ServedModel
 from draftsmith.eval.prompts import Prompt
 from draftsmith.heads.draft_model import DraftModel
 
@@ -38,16 +37,6 @@ def decoder(rule: str | None) -> SpeculativeDecoder:
     """A drafter that is right often and wrong often."""
     noisy = noisy_llama(max_position_embeddings=CONTEXT)
     return SpeculativeDecoder(target(), DraftModel(noisy), draft_length=3, rule=rule)
-
-
-class PenaltyOfTheFirst(LogitsProcessor):
-    """A penalty that is lost where drafts are verified."""
-
-    def __init__(self, rate: float, length: int) -> None:
-        self._penalty, self._length = RepetitionPenaltyLogitsProcessor(rate), length
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        return self._penalty(input_ids, scores) if input_ids.shape[1] == self._length else scores
 
 
 class Server:
@@ -71,19 +60,13 @@ class Server:
         return [said[request.place] for request in requests]
 
     def _group(self, group: list[Request]) -> list[tuple[Request, Said]]:
-        first, penalties = group[0], []
-        rate = first.fields.get(PENALTY)
-        if rate is not None and self.wrong == "penalty of drafts":
-            penalties = [PenaltyOfTheFirst(rate, len(first.prompt))]
-        elif rate is not None and self.wrong != "penalty":
-            penalties = [RepetitionPenaltyLogitsProcessor(rate)]
+        first = group[0]
         temperature = {"hot": 1.0, "greedy": 0.0}.get(self.wrong, first.temperature)
         outputs = self.decoder.generate_batch(
             [request.prompt for request in group],
             max_new_tokens=first.tokens,
             temperature=temperature if first.temperature else 0.0,
             seeds=[text_seed(self.seed, *request.place) for request in group],
-            logits_processor=penalties,
         )
         return [(request, self._said(request, output.tokens)) for request, output in zip(group, outputs, strict=True)]
 
@@ -108,12 +91,7 @@ def check(server: Server, *, baseline: bool = False, tokens: int = 1600) -> tupl
 
 
 ALONE, TOGETHER, COLD = "one request at a time at 0", "8 requests at a time at 0", "one request at a time at 0.01"
-STOP, END, PENALISED, SAMPLED = (
-    "stop strings at 0",
-    "the end of the context at 0",
-    "a repetition penalty at 0",
-    "sampled at 1",
-)
+STOP, END, SAMPLED = "stop strings at 0", "the end of the context at 0", "sampled at 1"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +99,7 @@ STOP, END, PENALISED, SAMPLED = (
 )
 def test_lossless_servers_pass(rule: str, texts: bool, baseline: bool) -> None:
     arms, notes = check(Server(rule=rule, texts=texts), baseline=baseline)
-    expected = [ALONE, TOGETHER, COLD, STOP, END, PENALISED, SAMPLED]
+    expected = [ALONE, TOGETHER, COLD, STOP, END, SAMPLED]
     assert {name: arm.verdict for name, arm in arms.items()} == dict.fromkeys(expected, "lossless")
     assert not notes
 
@@ -132,8 +110,6 @@ def test_lossless_servers_pass(rule: str, texts: bool, baseline: bool) -> None:
         ("hot", None, COLD, False),
         ("greedy", None, SAMPLED, True),
         ("", "typical", SAMPLED, False),
-        ("penalty of drafts", None, PENALISED, False),
-        ("penalty", None, PENALISED, True),
         ("last", None, END, False),
         ("short", None, END, True),
         ("stop", None, STOP, False),
@@ -145,13 +121,6 @@ def test_wrong_servers_are_found(wrong: str, rule: str | None, found: str, basel
     lossy = {name for name, arm in arms.items() if arm.verdict == "lossy"}
     assert found in lossy
     assert lossy <= ({END, ALONE, TOGETHER, COLD} if found == END else {found})
-
-
-def test_a_penalty_that_no_request_gets() -> None:
-    """Without a baseline, a server that does not know the field is no other than one that loses it."""
-    arms, notes = check(Server("penalty"), tokens=500)
-    assert PENALISED not in arms
-    assert "a repetition penalty: not tested: the server does not apply repetition_penalty" in notes[0]
 
 
 def test_the_level_of_two_samples() -> None:
