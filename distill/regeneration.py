@@ -5,10 +5,8 @@ killed run continues after the last one. The parts are divided among the process
 for another data set, only the questions that were not answered before are asked.
 """
 
-import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -29,12 +27,13 @@ from draftsmith.heads.base import Drafter
 from draftsmith.heads.model_config import context_limit, eos_tokens
 from draftsmith.metrics import tau
 from draftsmith.provenance import fingerprint, fingerprint_of_numbers
+from draftsmith.reading import read_json
 from draftsmith.storage import atomic_folder, cache_dir, hold_cache, write_json, writing
 from draftsmith.terminal import Bars, Terminal, units
 
 SAMPLES_VERSION = 5
 COUNTS = "counts.json"
-"""File next to the rows: tokens, rounds and seconds of the sampling."""
+"""File next to the rows: tokens and rounds of the sampling."""
 KEPT = "kept.parquet"
 """File next to the parts: answers that were sampled for other data sets."""
 
@@ -192,13 +191,9 @@ def response_folders(folder: Path, responses: int) -> list[Path]:
 
 
 def sampling_counts(folder: Path, responses: int = 1) -> dict[str, float]:
-    """Return `tau`, `tokens`, `rounds` and `seconds` of all sampling into `folder`, of all processes and restarts.
-
-    Seconds are summed over the parts and divided by the number of processes. Empty if an earlier version did not count
-    them, or if nothing was decoded in rounds.
-    """
+    """Return `tau`, `tokens` and `rounds` of all sampling into `folder`, of all processes and restarts."""
     counts = _summed([place / COUNTS for place in response_folders(folder, responses)])
-    return {"tau": tau(counts["tokens"], counts["rounds"]), **counts} if counts.get("rounds") else {}
+    return {"tau": tau(counts["tokens"], counts["rounds"]), **counts}
 
 
 def target_key(sampler: Sampler, questions: Dataset) -> str:
@@ -251,7 +246,7 @@ def keep_answers(numbers: list[int], place: Path, response: int) -> None:
         wanted = {number: index for number, index in wanted.items() if index not in asked}
     if any(map(len, kept)):
         rows = concatenate_datasets([part for part in kept if len(part)])
-        _write_part(files / KEPT, rows.to_list(), {"tokens": 0, "rounds": 0, "seconds": 0.0})
+        _write_part(files / KEPT, rows.to_list(), {"tokens": 0, "rounds": 0})
 
 
 def _answers_beside(place: Path, response: int) -> Iterator[Dataset]:
@@ -287,19 +282,18 @@ def _sample_parts(sampler: Sampler, questions: Dataset, parts: list[_Part], shar
         task = bar.add_task("sampling from the target", total=total, completed=done)
         sampler.advance = lambda share: bar.advance(task, share)
         for part in missing:
-            tokens, rounds, started = sampler.tokens, sampler.rounds, time.perf_counter()
+            tokens, rounds = sampler.tokens, sampler.rounds
             asked = {index: questions[index] for index in part.indices}
             rows = sampler.answer(list(asked.values()), part.indices, part.response)
             rows = [{**row, "number": asked[row["question"]]["number"]} for row in rows]
-            seconds = (time.perf_counter() - started) / share.count
-            counts = {"tokens": sampler.tokens - tokens, "rounds": sampler.rounds - rounds, "seconds": seconds}
+            counts = {"tokens": sampler.tokens - tokens, "rounds": sampler.rounds - rounds}
             if share.writes:
                 _write_part(part.file, rows, counts)
             done += len(part.indices)
             bar.update(task, completed=done)
 
 
-def _write_part(file: Path, rows: list[dict[str, Any]], counts: dict[str, float]) -> None:
+def _write_part(file: Path, rows: list[dict[str, Any]], counts: dict[str, int]) -> None:
     """Write a part atomically, after its counts."""
     temporary = file.with_suffix(".tmp")
     try:
@@ -326,7 +320,7 @@ def _assemble(files: list[Path], folder: Path) -> None:
     shutil.rmtree(files[0].parent)
 
 
-def _summed(files: list[Path]) -> dict[str, float]:
-    """Return the sums of the counts in JSON files; empty if a file is missing, as from an earlier version."""
-    every = [json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {} for file in files]
-    return {key: sum(counts[key] for counts in every) for key in every[0]} if all(every) else {}
+def _summed(files: list[Path]) -> dict[str, int]:
+    """Return the sums of the counts in JSON files."""
+    every = [read_json(file) for file in files]
+    return {key: sum(counts[key] for counts in every) for key in ("tokens", "rounds")}

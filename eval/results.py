@@ -318,8 +318,6 @@ class StoredEvaluation(TypedDict):
     identity: dict[str, Any]
     """Fingerprints of target, prompts and drafters."""
     server: NotRequired[list[ServerRow]]
-    online: NotRequired[dict[str, Any] | None]
-    """Of a drafter that learned while it decoded, which 0.2 wrote: its name is `drafter`."""
 
 
 def read_evaluation(path: Path) -> StoredEvaluation:
@@ -338,11 +336,7 @@ def read_evaluation(path: Path) -> StoredEvaluation:
     schema = value.get("schema") if isinstance(value, dict) else None
     if schema != SCHEMA:
         raise ConfigError(f"{file}: schema={schema!r}; expected {SCHEMA}: measure again with this version")
+    if value.get("online"):  # of 0.2
+        raise ConfigError(f"{file} has a drafter that learned while it decoded; expected {OURS} without one")
     checked(StoredEvaluation, value, file, strict=True)
     return cast(StoredEvaluation, value)  # with the keys that are not checked
-
-
-def frozen_rows(evaluation: StoredEvaluation) -> list[Row]:
-    """Return the rows without those of a drafter that learned while it was measured, which 0.2 wrote."""
-    online = evaluation.get("online")
-    return [row for row in evaluation["rows"] if online is None or row["drafter"] != online["drafter"]]

@@ -264,8 +264,6 @@ class StoredDrafter(BaseModel, frozen=True, strict=True, extra="ignore"):
     target: StoredTarget
     recipe: dict[str, Any] | None = None
     draft_vocabulary: Text | None = None
-    online: dict[Literal["tokens", "steps", "adopted", "refused"], Annotated[int, Field(ge=0)]] | None = None
-    """Written by 0.2 for a drafter that learned while it decoded; the model card says so."""
     shared_tensors: list[Literal["embed_tokens.weight", "lm_head.weight"]] = []
     """See `Drafter.shared_tensors`."""
 

@@ -199,7 +199,7 @@ def _measured(publication: Publication) -> "tuple[StoredEvaluation, str] | None"
         place = publication.folder / EVALUATION
     if place is None:
         return None
-    from draftsmith.eval.results import frozen_rows, read_evaluation  # loads the decoder: only where there is one
+    from draftsmith.eval.results import read_evaluation  # loads the decoder: only where there is one
 
     evaluation = read_evaluation(place)
     if evaluation.get("server"):  # its rows name no type and no weights
@@ -208,7 +208,7 @@ def _measured(publication: Publication) -> "tuple[StoredEvaluation, str] | None"
             "draftsmith eval"
         )
     named = evaluation["settings"]["drafters"]
-    measured = {row["drafter"]: row["drafter_type"] for row in frozen_rows(evaluation)}
+    measured = {row["drafter"]: row["drafter_type"] for row in evaluation["rows"]}
     own = [name for name, folder in named.items() if Path(folder).resolve() == publication.folder.resolve()]
     own = [name for name in own if name in measured]
     # A drafter whose folder exists is another one; if its folder is missing, it may be this one, moved.

@@ -136,7 +136,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     if not isinstance(state, dict):
         raise ValueError(f"{STATE} is not an object")
     values = {key: value for key, value in state.items() if key != HASHES}
-    if HASHES in state and state[HASHES][STATE] != fingerprint(values):
+    if state[HASHES][STATE] != fingerprint(values):
         raise ValueError(f"{STATE} does not have its stored fingerprint")
     return state
 
@@ -144,7 +144,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 def _put(checkpoint: Path, put: Callable[[TrainState], None]) -> Progress:
     state = read_state(checkpoint)
     progress = TypeAdapter(Progress).validate_python(state)
-    for name, digest in state.get(HASHES, {}).items():  # checkpoints of earlier versions have none
+    for name, digest in state[HASHES].items():
         if name != STATE and _sha256(checkpoint / name) != digest:
             raise ValueError(f"{name} does not have its stored SHA-256")
     weights = load_file(checkpoint / "model.safetensors")

@@ -131,8 +131,7 @@ def _regenerate(target: TargetSection, data: DataSection, out: Path, seed: int, 
     sampled = sampling_counts(folder, data.responses)
     for place in response_folders(folder, data.responses):
         shutil.rmtree(place)
-    if sampled:
-        console.say(f"{sampled['tokens']:,} tokens with tau {sampled['tau']:.2f}")
+    console.say(f"{sampled['tokens']:,} tokens with tau {sampled['tau']:.2f}")
     console.say(f"{out}: {len(rows):,} samples")
 
 

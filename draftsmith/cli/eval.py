@@ -152,7 +152,7 @@ def compare(
             raise ConfigError(f"{folder}; expected an eval.json or the folder of one, and there is none")
     from draftsmith.eval.compare import compare_evaluations, comparison_table
     from draftsmith.eval.prompts import OVERALL
-    from draftsmith.eval.results import frozen_rows, read_evaluation
+    from draftsmith.eval.results import read_evaluation
     from draftsmith.metrics import few_units
     from draftsmith.terminal import Terminal
 
@@ -164,7 +164,7 @@ def compare(
         console.print(comparison.sentence)
     for note in few_units(comparison.units for comparison in comparisons):
         console.print(f"note: {note}")
-    measured = [(row, folder, one) for folder, one in read for row in frozen_rows(one) if row["category"] == OVERALL]
+    measured = [(row, folder, one) for folder, one in read for row in one["rows"] if row["category"] == OVERALL]
     if measured:  # a server's measurement has other rows
         row, folder, evaluation = max(measured, key=lambda entry: entry[0]["speedup"])
         drafter = evaluation["settings"]["drafters"][row["drafter"]]

@@ -205,6 +205,7 @@ def _changed(*keys: Any, to: object) -> str:
         (None, r"expected an eval\.json or the folder of one, and there is none"),
         ("{", "is not JSON"),
         (_changed("schema", to=1), r"eval\.json: schema=1; expected 2"),
+        (_changed("online", to={"drafter": "d"}), "a drafter that learned while it decoded; expected"),
         (
             _changed("rows", 0, "alpha", to="x"),
             r"eval\.json: rows\.0\.alpha='x' .*expected what `draftsmith eval`",

@@ -1,6 +1,5 @@
 """Checkpoints that are kept, the one that is resumed, and the files on disk before a rename."""
 
-import json
 import random
 from pathlib import Path
 
@@ -86,15 +85,6 @@ def test_a_flipped_bit_in_any_file_falls_back_to_the_checkpoint_before(file: str
     assert _load(tmp_path) == (8, [])
     damaged.unlink()
     assert _load(tmp_path)[0] == 4
-
-
-def test_a_checkpoint_without_hashes_is_read(tmp_path: Path) -> None:
-    _save(tmp_path, 4)
-    file = tmp_path / "step-000004" / STATE
-    state = json.loads(file.read_text())
-    del state[HASHES]
-    file.write_text(json.dumps(state))
-    assert _load(tmp_path) == (4, [])
 
 
 def test_the_newest_are_kept_and_those_ahead_are_not_counted(tmp_path: Path) -> None:
