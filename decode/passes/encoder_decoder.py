@@ -95,13 +95,7 @@ class Encoded:
         device = next(model.parameters()).device
         lengths = [len(source) for source in (sources if states is None else states)]
         self._mask_BT = pad_sequence([torch.ones(length, dtype=torch.long) for length in lengths], True).to(device)
-        if states is not None:
-            self._states_BTH = pad_sequence(list(states), True)
-            return
-        if not all(sources):
-            raise ConfigError("input_ids=None; expected the source's tokens: this drafter has an encoder of its own")
-        ids_BT = pad_sequence([torch.tensor(source) for source in sources], True).to(device)
-        self._states_BTH = model.get_encoder()(input_ids=ids_BT, attention_mask=self._mask_BT).last_hidden_state
+        self._states_BTH = pad_sequence(list(_encoded(model, sources) if states is None else states), True)
 
     def inputs(self, cache: RollbackCache) -> tuple[dict[str, Any], EncoderDecoderCache]:
         """Return arguments of the model's forward pass, and its cache."""
@@ -119,6 +113,24 @@ class Encoded:
                 assert layer.keys is not None
                 assert layer.values is not None
                 layer.keys, layer.values = rows_of(layer.keys, rows), rows_of(layer.values, rows)
+
+
+def _encoded(model: PreTrainedModel, sources: Sequence[list[int]]) -> list[Tensor]:
+    """Return the encoder's output [T, H] for each source; those of one length are read together, none with padding.
+
+    Padding beyond a sliding window would attend to nothing, which makes all states of its row NaN (T5Gemma).
+    """
+    if not all(sources):
+        raise ConfigError("input_ids=None; expected the source's tokens: this drafter has an encoder of its own")
+    states = [torch.empty(0)] * len(sources)
+    for length in sorted(set(map(len, sources))):
+        rows = [row for row, source in enumerate(sources) if len(source) == length]
+        ids_bT = torch.tensor([sources[row] for row in rows], device=next(model.parameters()).device)
+        encode = model.get_encoder()
+        read_bTH = encode(input_ids=ids_bT, attention_mask=torch.ones_like(ids_bT)).last_hidden_state
+        for row, states_TH in zip(rows, read_bTH, strict=True):
+            states[row] = states_TH
+    return states
 
 
 class EncoderDecoderPasses(EagerPasses):

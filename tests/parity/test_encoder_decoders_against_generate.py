@@ -6,6 +6,7 @@ from inspect import signature
 import pytest
 import torch
 from conftest import VOCAB, make_llama
+from targets.tiny import build, model_classes, tiny_config
 from torch import nn
 from transformers import (
     DynamicCache,
@@ -89,6 +90,18 @@ def test_encoder_outputs_replace_the_tokens(target: T5ForConditionalGeneration) 
     own = as_custom_generate(draft_model())
     with pytest.raises(ConfigError, match=r"input_ids=None; expected the source's tokens: this drafter has an encoder"):
         target.generate(encoder_outputs=encoded, custom_generate=own, **OPTIONS)
+
+
+def test_sources_are_encoded_without_padding() -> None:
+    """In float64, transformers' states of T5Gemma are NaN where padding is longer than the encoder's window."""
+    kind = model_classes()["T5GemmaForConditionalGeneration"]
+    model = build(kind, tiny_config(kind), seed=943)
+    sources = [[5, 6, 7], [7] * 12, [9, 8, 7]]
+    assert model.config.encoder.sliding_window < 9
+    texts = SpeculativeDecoder(model).generate_batch(sources, max_new_tokens=6, eos_token_id=None)
+    for source, text in zip(sources, texts, strict=True):
+        whole = model.generate(torch.tensor([source]), max_new_tokens=6, do_sample=False, eos_token_id=None)
+        assert text.tokens == whole[0, 1:].tolist()
 
 
 def test_padding_in_the_prefix_is_refused(target: T5ForConditionalGeneration) -> None:

@@ -45,6 +45,7 @@ chains, trees and batches of wrong drafts. All tokens are equal for every class 
   a new drafter is. The draft model of that step has the target's architecture; `drafter.config` and `drafter.model`
   choose another, for example any Qwen3 for Qwen3-VL.
 - Encoder–decoder targets have no compiled passes and no drafters that read hidden states of several layers.
+  Sources of a batch are encoded without padding, those of one length together.
 """
 COLUMNS = "\n| drafts | images | refused | because | classes |\n|---|---|---|---|---|\n"
 

@@ -4,14 +4,14 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import make_llama, noisy_llama
 from half_precision import require_greedy
-from transformers import (
-    LlamaForCausalLM,
-)
+from transformers import InfNanRemoveLogitsProcessor, LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
 
 from draftsmith import as_custom_generate
+from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.decode.passes import graphs
 from draftsmith.decode.policies import BestFirst
 from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.errors import ConfigError
@@ -200,6 +200,50 @@ def test_padded_vocabularies_share_their_common_part(tiny_target: LlamaForCausal
             assert decoder.generate(PROMPT, max_new_tokens=30).tokens == expected
             out = decoder.generate(PROMPT, max_new_tokens=30, temperature=1.0, eos_token_id=None)
             assert len(out.tokens) == 30
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("policy", [None, "chain", "adaptive", "best-first", "sampled-tree", "compiled"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_end_with_an_error(
+    tiny_target: LlamaForCausalLM, value: float, policy: str | None, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first round on, in one text of a batch; -inf forbids a token."""
+    monkeypatch.setitem(graphs.OPTIONS, "cpu", {"disable": True})
+    drafter, compiled = None if policy is None else DraftModel(noisy_llama()), policy == "compiled"
+    options = {"costs": Costs({1: 1.0, 16: 1.1}, {1: 0.1}), "policy": None if compiled else policy}
+    decoder = SpeculativeDecoder(tiny_target, drafter, compile=compiled, **options)
+    settings = {"max_new_tokens": 12, "eos_token_id": None, "temperature": temperature}
+
+    def texts(new: float, row: int) -> list[list[int]]:
+        """Decode where the logit of token 3 is `new`, after the prompts and in one row."""
+
+        def change(_: torch.nn.Module, __: object, logits_BQV: torch.Tensor) -> None:
+            if len(logits_BQV) > row and len(seen) > 0:
+                logits_BQV[row, :, 3] = new
+            seen.append(row)
+
+        seen: list[int] = []
+        with tiny_target.lm_head.register_forward_hook(change):
+            return [text.tokens for text in decoder.generate_batch([PROMPT, [7, 8], [3]], **settings)]
+
+    assert 3 not in texts(-torch.inf, 1)[1][1:]
+    with pytest.raises(ConfigError, match="the target returns NaN or infinite logits in float32: the target's weights"):
+        texts(value, 1)
+
+
+def test_invalid_logits_that_a_processor_removes_are_none(tiny_target: LlamaForCausalLM) -> None:
+    decoder = SpeculativeDecoder(tiny_target, DraftModel(make_llama(1)))
+
+    def damage(_: torch.nn.Module, __: object, logits_BQV: torch.Tensor) -> None:
+        logits_BQV[..., 3] = torch.nan
+
+    tiny_target.lm_head.register_forward_hook(damage)
+    for temperature in (0.0, 1.0):
+        with pytest.raises(ConfigError, match="the target or a logits_processor returns NaN or infinite logits"):
+            decoder.generate(PROMPT, temperature=temperature, logits_processor=[RepetitionPenaltyLogitsProcessor(1.1)])
+        out = decoder.generate(PROMPT, temperature=temperature, logits_processor=[InfNanRemoveLogitsProcessor()])
+        assert out.tokens
 
 
 def test_half_precision_target_decodes(tiny_target: LlamaForCausalLM) -> None:
