@@ -35,7 +35,7 @@ from draftsmith.decode.target import require_lm_head
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.hidden_states import ProcessorInputs
-from draftsmith.heads.model_config import plain_model
+from draftsmith.heads.model_config import is_compiled, plain_model
 
 OnTokens = Callable[[list[int], Round | None], None]
 
@@ -82,6 +82,9 @@ class SpeculativeDecoder:
         require_settings(options, PassSettings)
         compile, invariant = options.get("compile", False), options.get("invariant", False)
         self.costs = options.get("costs")
+        if plain_model(target) is not target or is_compiled(target):
+            ours = "and runs uncompiled here; compile=True compiles its passes"
+            warnings.warn(f"the target was compiled with torch.compile, {ours}", stacklevel=2)
         target = plain_model(target)
         require_lm_head(target)
         self.drafter, self._compile, self._invariant = drafter, compile, invariant

@@ -40,6 +40,7 @@ def fastest_decoder(
     if drafter is None or plain.policy is None or options.get("compile"):
         return plain
     costs = options.get("costs")
+    target = plain._model
     if costs is None:
         costs = stored_costs(target, drafter, texts=texts, invariant=options.get("invariant", False))
     policy, retrieves = AdaptiveChain(costs, texts=texts), type(drafter).retrieve is not Drafter.retrieve

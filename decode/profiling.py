@@ -26,7 +26,7 @@ from draftsmith.decode.sequence import DecodeSequence, Round
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_tree import Parents
-from draftsmith.heads.model_config import context_limit
+from draftsmith.heads.model_config import context_limit, plain_model, require_in_memory
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 CONTEXT, REPEATS = 128, 7
@@ -66,6 +66,8 @@ def measure_costs(
         text: tokens that are read, such as those of a prompt; by default different ones of the vocabulary. A mixture of
             experts reads the more weights, the more its tokens differ.
     """
+    target = plain_model(target)
+    require_in_memory(target)
     verify = verify or _curve(target, compile, text)
     if drafter is None or drafter.only_retrieves:
         return Costs(verify, {1: min(verify.values()) * NEARLY_FREE})

@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from draftsmith.errors import ConfigError
+
 PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "tokenizers")
 NOT_COMPUTED = (
     *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"),
@@ -85,6 +87,8 @@ def weights_fingerprint(tensors: dict[str, Any], *, float16: bool = False) -> st
     for name, parameter in sorted(tensors.items()):
         if hasattr(parameter, "full_tensor"):  # sharded: gathered by all processes together
             parameter = parameter.full_tensor()
+        if parameter.is_meta:
+            raise ConfigError(f"weight {name} is offloaded or on disk (device_map); expected all weights in memory")
         flat = parameter.detach().flatten()
         sample = flat[:: max(1, flat.numel() // 1024)]
         rounded = (sample.half() if float16 else sample).to(torch.bfloat16)

@@ -30,7 +30,7 @@ from draftsmith.heads.configs import is_named, parse_named
 from draftsmith.heads.draft_model import DraftModel, EarlyExit
 from draftsmith.heads.lm_head import DraftVocabulary
 from draftsmith.heads.lora import merged_state
-from draftsmith.heads.model_config import known_tokens, text_config
+from draftsmith.heads.model_config import known_tokens, plain_model, text_config
 from draftsmith.heads.untrusted import (
     LONGEST_DRAFT,
     StoredDrafter,
@@ -82,6 +82,7 @@ def describe_target(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str, revision: str | None = None
 ) -> dict[str, Any]:
     """Return the description by which a checkpoint recognises its target."""
+    model = plain_model(model)
     config = text_config(model)
     own, in_float16 = model_fingerprints(model)
     return {
@@ -155,6 +156,7 @@ def load_drafter(
     Raises:
         ConfigError: for a missing folder, a damaged file, or a drafter of another target.
     """
+    target = plain_model(target)
     if is_named(str(path_or_repo)) and not Path(path_or_repo).is_dir():
         drafter = drafter_named(str(path_or_repo), target, lambda path: load_drafter(path, target, tokenizer))
         if tokenizer is not None:

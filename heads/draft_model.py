@@ -42,7 +42,7 @@ from draftsmith.heads.base import (
 from draftsmith.heads.hidden_states import final_states, layer_lists, layers_name, layers_of, text_weights
 from draftsmith.heads.lm_head import logits_head
 from draftsmith.heads.lora import add_lora, check_lora, whole
-from draftsmith.heads.model_config import context_limit, text_config
+from draftsmith.heads.model_config import context_limit, plain_model, require_in_memory, text_config
 from draftsmith.heads.untrusted import (
     load_all_weights,
     require_countable,
@@ -62,7 +62,7 @@ class DraftModel(TrainableDrafter):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.model = model
+        self.model = plain_model(model)
         self.vocab_size = text_config(model).vocab_size
         self.context_limit = context_limit(model.config)
 
@@ -89,6 +89,7 @@ class DraftModel(TrainableDrafter):
             num_hidden_layers, intermediate_size: of a model with the target's architecture.
             lora_rank: train only adapters of this rank.
         """
+        target = plain_model(target)
         if (model is not None) + (config is not None) + (init == "target_layers") > 1:
             raise ConfigError(
                 "drafter.model, drafter.config and drafter.init='target_layers'; expected at most one of them"
@@ -388,6 +389,8 @@ class EarlyExit(DraftModel):
 
 def first_layers(target: PreTrainedModel, count: int) -> PreTrainedModel:
     """Return `target` with only its first `count` layers; the modules are the target's own, not copies."""
+    target = plain_model(target)
+    require_in_memory(target, layers=True)
     config = deepcopy(target.config)
     text = config.get_text_config(decoder=True)
     if getattr(text, "hidden_size_per_layer_input", 0):

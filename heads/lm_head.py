@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 from draftsmith.errors import ConfigError, reason_of
+from draftsmith.heads.model_config import require_in_memory
 from draftsmith.provenance import fingerprint
 
 
@@ -142,6 +143,7 @@ def logits_map(model: PreTrainedModel) -> LogitsMap:
         raise ConfigError(f"model {name} has no lm_head; expected a causal language model")
     if isinstance(next(model.parameters()), FakeTensor):
         return LogitsMap()
+    require_in_memory(model)
     if model not in _MEASURED:
         try:
             probe = _run(model)

@@ -1,9 +1,9 @@
 """Values of a transformers model's config that architectures store in different ways; its attention implementation."""
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import index
+from re import compile as pattern
 from threading import RLock
 from typing import Any
 
@@ -128,6 +128,7 @@ def implementation(configs: Sequence[dict[str, Any]], name: str) -> Iterator[Non
                 config[_NAME] = own
 
 
+_OF_LAYER = pattern(r"\.\d+\.")
 STANCE = RLock()
 """Held while torch.compile's stance is changed, which applies to all threads."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -136,14 +137,20 @@ NO_CONTEXT = nullcontext()
 
 
 def plain_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model itself, also of `torch.compile(model)`; warn of a target that its user compiled."""
-    plain = getattr(model, "_orig_mod", model)
-    if plain is not model or is_compiled(plain):
-        warnings.warn(
-            "the target was compiled with torch.compile, and runs uncompiled here; compile=True compiles its passes",
-            stacklevel=3,
-        )
-    return plain
+    """Return the model itself, also of `torch.compile(model)`."""
+    return getattr(model, "_orig_mod", model)
+
+
+def require_in_memory(model: PreTrainedModel, *, layers: bool = False) -> None:
+    """Raise ConfigError for a model whose weights outside of its layers, or with `layers` any, have no data.
+
+    accelerate (`device_map`, `cpu_offload`) keeps weights on disk or in the host's memory, and copies those of a module
+    while it runs. The decoder runs layers in this way, and drafters share or copy the other weights.
+    """
+    for name, weight in model.named_parameters():
+        if weight.is_meta and (layers or not _OF_LAYER.search(name)):
+            parts = "all weights" if layers else "its embeddings, norms and lm_head"
+            raise ConfigError(f"target weight {name} is offloaded or on disk (device_map); expected {parts} in memory")
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -36,7 +36,7 @@ from draftsmith.decode.passes.recurrent import is_recurrent
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.lm_head import evaluating
-from draftsmith.heads.model_config import rotary_switch, text_config, uncompiled
+from draftsmith.heads.model_config import require_in_memory, rotary_switch, text_config, uncompiled
 from draftsmith.provenance import has_cxx_compiler
 
 # Shapes: B texts, N draft nodes of one text, V vocabulary.
@@ -89,6 +89,7 @@ def capability_of(model: PreTrainedModel) -> Capability:
     """
     if model in _KNOWN:
         return _KNOWN[model]
+    require_in_memory(model)
     Attention.of(model)  # other implementations are refused before all ways of running the model are tried with them
     best: tuple[Capability, Passes] | None = None
     refused: ConfigError | None = None

@@ -1,6 +1,7 @@
 """Arguments as callers of transformers have them: masks, arrays, tokenizers' outputs, None; compiled targets."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,14 @@ from conftest import make_llama
 from transformers import BatchEncoding, GenerationConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from draftsmith import SpeculativeDecoder, as_custom_generate, load_drafter
+from draftsmith.decode.costs import Costs
+from draftsmith.decode.fastest import fastest_decoder
 from draftsmith.decode.passes import graphs
+from draftsmith.decode.profiling import measure_costs
 from draftsmith.errors import ConfigError
-from draftsmith.heads import DraftModel, Eagle3, Medusa
+from draftsmith.heads import Drafter, DraftModel, Eagle3, Medusa, Mtp
+from draftsmith.heads.checkpoint import describe_target, save_drafter
+from draftsmith.heads.draft_model import EarlyExit
 from draftsmith.heads.model_config import eos_tokens
 from draftsmith.heads.retrieval import Hybrid
 
@@ -212,6 +218,70 @@ def test_a_compiled_target_is_run_as_it_is(
             decoder = SpeculativeDecoder(target, drafter, compile=on)
         outs = decoder.generate_batch(prompts, max_new_tokens=NEW_TOKENS)
         assert [out.tokens for out in outs] == texts
+
+
+def wrapped() -> Any:
+    return torch.compile(make_llama(num_hidden_layers=3), backend="eager")
+
+
+DRAFTERS: dict[str, Callable[[Any], Drafter]] = {
+    "early exit": EarlyExit,
+    "draft model of its layers": lambda target: DraftModel.from_target(target, init="target_layers"),
+    "draft model": lambda target: DraftModel(wrapped()),
+    "eagle3": lambda target: Eagle3.from_target(target, layers=[1, 2, 3]).eval(),
+    "mtp": lambda target: Mtp.from_target(target).eval(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the target was compiled")
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_a_wrapped_target_has_drafters(kind: str) -> None:
+    target: Any = wrapped()
+    decoder = fastest_decoder(target, DRAFTERS[kind](target), costs=Costs({1: 1.0, 16: 1.1}, {1: 0.1}))
+    assert (
+        decoder.generate([5, 6, 7]).tokens
+        == SpeculativeDecoder(make_llama(num_hidden_layers=3)).generate([5, 6, 7]).tokens
+    )
+
+
+@pytest.mark.filterwarnings("ignore:the target was compiled")
+def test_a_drafter_fits_the_wrapped_target_that_it_was_trained_on(tmp_path: Path) -> None:
+    for number, (first, second) in enumerate(
+        [(make_llama(num_hidden_layers=3), wrapped()), (wrapped(), make_llama(num_hidden_layers=3))]
+    ):
+        folder = tmp_path / str(number)
+        description = describe_target(first, None, "t")
+        save_drafter(Medusa.from_target(first), folder, target=description, recipe=None, draft_length=3)
+        assert SpeculativeDecoder(second, load_drafter(folder, second)).generate([5, 6, 7]).rounds
+
+
+def on_disk(folder: Path, *names: str) -> LlamaForCausalLM:
+    """Return the tiny Llama with these modules on disk."""
+    make_llama().save_pretrained(folder / "model")
+    modules = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head")
+    places = {name: "disk" if name in names else "cpu" for name in modules}
+    return LlamaForCausalLM.from_pretrained(folder / "model", device_map=places, offload_folder=folder / "offloaded")
+
+
+def test_layers_on_disk_decode_and_other_weights_there_are_refused(tmp_path: Path) -> None:
+    target, expected = on_disk(tmp_path / "layer", "model.layers.1"), SpeculativeDecoder(make_llama()).generate([5, 6])
+    for drafter in (DraftModel(make_llama(1)), Medusa.from_target(target).eval()):
+        assert SpeculativeDecoder(target, drafter).generate([5, 6]).tokens == expected.tokens
+    whole = r"weight model.layers.1.\S+ is offloaded or on disk \(device_map\); expected all weights in memory"
+    for refused in (lambda: EarlyExit(target, layers=1), lambda: describe_target(target, None, "t")):
+        with pytest.raises(ConfigError, match=whole):
+            refused()
+    for name in ("model.embed_tokens", "lm_head"):
+        target = on_disk(tmp_path / name, name)
+        for refused in (
+            lambda: SpeculativeDecoder(target),
+            lambda: Medusa.from_target(target),
+            lambda: measure_costs(target),
+        ):
+            with pytest.raises(
+                ConfigError, match=rf"weight {name}.weight is offloaded .* expected its embeddings, norms"
+            ):
+                refused()
 
 
 def test_keyword_arguments_of_another_name_are_refused(tiny_target: LlamaForCausalLM) -> None:
