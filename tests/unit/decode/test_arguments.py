@@ -273,15 +273,9 @@ def test_layers_on_disk_decode_and_other_weights_there_are_refused(tmp_path: Pat
             refused()
     for name in ("model.embed_tokens", "lm_head"):
         target = on_disk(tmp_path / name, name)
-        for refused in (
-            lambda: SpeculativeDecoder(target),
-            lambda: Medusa.from_target(target),
-            lambda: measure_costs(target),
-        ):
-            with pytest.raises(
-                ConfigError, match=rf"weight {name}.weight is offloaded .* expected its embeddings, norms"
-            ):
-                refused()
+        for use in (SpeculativeDecoder, Medusa.from_target, measure_costs):
+            with pytest.raises(ConfigError, match=rf"weight {name}.weight is offloaded .* expected its embeddings"):
+                use(target)
 
 
 def test_keyword_arguments_of_another_name_are_refused(tiny_target: LlamaForCausalLM) -> None:
