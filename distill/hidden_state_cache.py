@@ -45,6 +45,14 @@ TOGETHER, ON_HOST = 16, 1024
 # Shapes: B texts, T positions, N tokens of a shard, H hidden size, W numbers stored for a token.
 
 
+class DamagedShard(DraftsmithError):
+    """A shard that is gone, shorter than it was, or has other bytes; the next start builds it again."""
+
+    def __init__(self, file: Path, error: Exception) -> None:
+        self.problem = f"{file} cannot be read ({reason_of(error)})"
+        super().__init__(f"{self.problem}; the same command builds it again")
+
+
 class SignalCache:
     """Shards of hidden states, in one folder for each target, data, layers and dtype.
 
@@ -150,7 +158,7 @@ class SignalCache:
         `TeacherSignals.log_sum_BT` in float64 and `argmax_BT` follow.
 
         Raises:
-            DraftsmithError: for a shard that is gone, damaged or shorter than it was.
+            DamagedShard: for a shard that cannot be used any more.
         """
         read = [self._checked_row(row) for row in rows]
         stored = {name: pad_sequence([row[name] for row in read], batch_first=True) for name in self._dtypes}
@@ -171,9 +179,7 @@ class SignalCache:
                     _note(file).unlink()  # the next start builds the shard again
                 raise ValueError("it does not match its checksum: the disk or the memory returns other bytes")
         except (OSError, ValueError, LookupError) as error:
-            raise DraftsmithError(
-                f"{file} cannot be read ({reason_of(error)}); the same command builds it again"
-            ) from error
+            raise DamagedShard(file, error) from error
         return read
 
     def _row(self, row: int) -> dict[str, Tensor]:
@@ -253,6 +259,8 @@ class SignalCache:
                     os.fsync(handle.fileno())
                 temporary.replace(file)
                 self._write_note(file, [_checksum(row) for row in parts])
+                self._headers.pop(file, None)
+                self._checksums.pop(file, None)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -273,12 +281,19 @@ def stored_states(signals: TeacherSignals, layers: tuple[int, ...]) -> Tensor:
 class CachedTeacher:
     """A teacher with the interface of `OnlineTeacher` that reads stored states, in a thread of its own.
 
-    `read`: that of a `SignalCache`, or of the files of an engine (distill/state_files.py).
+    Args:
+        read: that of a `SignalCache`, or of the files of an engine (distill/state_files.py).
+        repair: builds what cannot be read again; called in the thread that runs the target. None: the error is raised.
     """
 
-    def __init__(self, teacher: OnlineTeacher, read: Callable[[Sequence[int]], tuple[Tensor, ...]]) -> None:
+    def __init__(
+        self,
+        teacher: OnlineTeacher,
+        read: Callable[[Sequence[int]], tuple[Tensor, ...]],
+        repair: Callable[[DamagedShard], None] | None = None,
+    ) -> None:
         self.model, self.lm_head = teacher.model, teacher.lm_head
-        self._layers, self._read_rows = teacher.layers, read
+        self._layers, self._read_rows, self._repair = teacher.layers, read, repair
         self._hidden_size = self.lm_head.weight.shape[1]
         self._reader = ThreadPoolExecutor(1, "teacher cache")
         self._order: deque[tuple[int, ...]] = deque()
@@ -325,7 +340,13 @@ class CachedTeacher:
             self._order.popleft()
             if self._order:
                 self._ahead = {self._order[0]: self._reader.submit(self._read, self._order[0])}
-        return reading.result()
+        try:
+            return reading.result()
+        except DamagedShard as damaged:
+            if self._repair is None:
+                raise
+            self._repair(damaged)
+            return self._read(rows)
 
     def _read(self, rows: tuple[int, ...]) -> tuple[Tensor, ...]:
         """Return the stored tensors; for a GPU in pinned memory, without which the host waits for the copy."""

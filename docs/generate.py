@@ -26,7 +26,8 @@ A recipe is a YAML file of these keys with their defaults; `name`, `output` and 
 COMMAND_HEAD = """# Command line
 
 `draftsmith COMMAND --help` prints the same; `draftsmith --install-completion` completes commands and options in the
-shell. Bad input ends with exit code 2 and one line that names the option, its value and the accepted values.
+shell. Bad input ends with exit code 2 and one line that names the option, its value and the accepted values;
+a crash ends with exit code 70.
 `python docs/generate.py` writes this page from the code.
 """
 

@@ -4,6 +4,7 @@ Shapes: U units, R repeats, S resamples, K draft positions. A unit is a batch of
 at batch size 1. Its seconds are shared by its texts.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -209,6 +210,20 @@ def percentiles(values_S: NDArray) -> list[float]:
     """Return the middle 95 % of the resampled values that are not NaN; zeros without any."""
     tail, known_S = 100 * (1 - LEVEL) / 2, values_S[~np.isnan(values_S)]
     return np.percentile(known_S, [tail, 100 - tail]).tolist() if known_S.size else [0.0, 0.0]
+
+
+def median_interval(values: Iterable[float]) -> list[float] | None:
+    """Return the interval of the median at `LEVEL`, between two of the values; None for fewer than six.
+
+    Whatever their distribution, each of n values lies below its median with probability 1/2. So fewer than k of them
+    lie on one side as often as a binomial distribution says (David and Nagaraja 2003, section 7.1).
+    """
+    ordered = sorted(values)
+    n, k, tail = len(ordered), 0, 0.5 ** len(ordered)
+    while tail <= (1 - LEVEL) / 2:
+        k += 1
+        tail += math.comb(n, k) * 0.5**n
+    return [ordered[k - 1], ordered[n - k]] if k else None
 
 
 class Intervals(TypedDict):

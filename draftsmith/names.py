@@ -44,6 +44,19 @@ def check_target_name(name: str, key: str = "target") -> None:
         _check_no_drafter(name, key)
 
 
+def check_repo(key: str, name: str) -> None:
+    """Raise ConfigError unless `name` is a repository id, `user/name`."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise ConfigError(f"{key}={name!r}; expected user/name ({reason_of(error)})") from error
+    if "/" not in name:
+        raise ConfigError(f"{key}={name!r}; expected user/name")
+
+
 def drafter_of(name: str) -> str:
     """Return the folder of a run's drafter for the folder of the run, and any other name as it is."""
     folder = Path(name).expanduser()

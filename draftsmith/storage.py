@@ -206,6 +206,7 @@ def _locked(key: str, place: Path, file: Path, *, wait: bool) -> Iterator[None]:
     lock = FileLock(file, mode=0o666, is_singleton=True)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o666))  # a lock does not say why it cannot make its file
         lock.acquire(timeout=0)
     except Timeout:
         if not wait:

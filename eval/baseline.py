@@ -17,11 +17,14 @@ from draftsmith.eval.prompts import Prompt
 from draftsmith.eval.results import PlainSpeeds
 from draftsmith.heads.hidden_states import inputs_for
 from draftsmith.heads.model_config import context_limit
+from draftsmith.metrics import median_interval
+
+Decode = Callable[[Prompt, int], list[int]]
 
 PROBE_TOKENS = 24
 LARGE = 1_000_000_000
 """Number of parameters from which on all threads are used without measuring, which would take long."""
-PROMPTS, TOKENS, TRIALS = 4, 32, 3
+TRIALS, PROMPTS, TOKENS, PAIRS = 3, 4, 32, 12
 
 
 def fastest_threads(target: PreTrainedModel, prompt: list[int], tokens: int = PROBE_TOKENS) -> int:
@@ -58,9 +61,9 @@ def threads(count: int) -> Iterator[None]:
 def compare_with_generate(target: PreTrainedModel, prompts: list[Prompt], *, compile: bool = False) -> PlainSpeeds:
     """Return greedy tokens per second, prefill included, of `target.generate` and of our target alone.
 
-    `generate_tokens_per_second` and `baseline_tokens_per_second` are medians over a few prompts, each the best of three
-    trials in turn; `ratio` and `best_ratio` are median and maximum over prompts of ours / theirs; `identical` counts
-    the prompts with equal tokens. `compile`: of ours; `generate` runs uncompiled.
+    Both decode a few prompts in turn, and the one that begins changes. The speeds and `ratio`, ours / theirs, are
+    medians over `PAIRS` texts; `ratio_interval` is the 95 % interval of the latter. `identical` counts the prompts with
+    equal tokens. `compile`: of ours; `generate` runs uncompiled.
     """
     decoder = SpeculativeDecoder(target, compile=compile)
 
@@ -72,32 +75,34 @@ def compare_with_generate(target: PreTrainedModel, prompts: list[Prompt], *, com
         return _generate(target, prompt, tokens)
 
     limit = None if target.config.is_encoder_decoder else context_limit(target.config)
-    chosen, identical = prompts[:PROMPTS], 0
-    speeds: list[tuple[float, float]] = []
-    for number, prompt in enumerate(chosen):
+    chosen, texts = prompts[:PROMPTS], dict[str, bool]()
+    speeds: dict[Decode, list[float]] = {ours: [], theirs: []}
+    for number in range(-1, max(PAIRS, len(chosen))):  # the first calls allocate and choose kernels
+        prompt = chosen[number % len(chosen)]
         tokens = TOKENS if limit is None else min(TOKENS, limit - len(prompt.input_ids))
-        if number == 0:  # first calls allocate and choose kernels
-            ours(prompt, tokens)
-            theirs(prompt, tokens)
-        trials = [(_timed(ours, prompt, tokens), _timed(theirs, prompt, tokens)) for _ in range(TRIALS)]
-        identical += trials[-1][0][0] == trials[-1][1][0]
-        own, other = (max(len(trial[side][0]) / trial[side][1] for trial in trials) for side in (0, 1))
-        speeds.append((own, other))
-    ratios = [own / other for own, other in speeds]
+        found = {
+            decode: _timed(decode, prompt, tokens) for decode in ((ours, theirs) if number % 2 else (theirs, ours))
+        }
+        if number >= 0:
+            texts[prompt.id] = found[ours][0] == found[theirs][0]
+            for decode, (_, speed) in found.items():
+                speeds[decode].append(speed)
+    ratios = [own / other for own, other in zip(speeds[ours], speeds[theirs], strict=True)]
     return {
         "prompts": len(chosen),
-        "identical": identical,
-        "generate_tokens_per_second": median(other for _, other in speeds),
-        "baseline_tokens_per_second": median(own for own, _ in speeds),
+        "identical": sum(texts.values()),
+        "generate_tokens_per_second": median(speeds[theirs]),
+        "baseline_tokens_per_second": median(speeds[ours]),
         "ratio": median(ratios),
-        "best_ratio": max(ratios),
+        "ratio_interval": median_interval(ratios),
     }
 
 
-def _timed(decode: Callable[[Prompt, int], list[int]], prompt: Prompt, tokens: int) -> tuple[list[int], float]:
+def _timed(decode: Decode, prompt: Prompt, tokens: int) -> tuple[list[int], float]:
+    """Return the new tokens, and tokens per second."""
     started = time.perf_counter()
     out = decode(prompt, tokens)
-    return out, time.perf_counter() - started
+    return out, len(out) / (time.perf_counter() - started)
 
 
 @torch.inference_mode()

@@ -95,7 +95,7 @@ class Run:
                     self._calibrate()
                     self._warm_up()
                 self._decode_all(progress)
-            if "plain" not in self.journal.facts:
+            if "ratio_interval" not in self.journal.facts.get("plain", {}):
                 with stage("comparing the target alone with transformers' generate", shown=progress):
                     speeds = compare_with_generate(self.target, self.prompts, compile=self.settings.compile)
                     self.journal.fact("plain", speeds)

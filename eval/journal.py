@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, NotRequired
 
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -181,7 +181,8 @@ class PlainSpeeds(TypedDict):
     generate_tokens_per_second: FiniteFloat
     baseline_tokens_per_second: FiniteFloat
     ratio: FiniteFloat
-    best_ratio: FiniteFloat
+    ratio_interval: NotRequired[list[FiniteFloat] | None]
+    """Missing in files of versions before 0.4."""
 
 
 FACTS: dict[str, Any] = {"threads": Annotated[int, Field(ge=1, le=4096)], "plain": PlainSpeeds}

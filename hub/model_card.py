@@ -14,11 +14,9 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import EvalResult, ModelCardData
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 from markupsafe import Markup
 
-from draftsmith.errors import ConfigError, reason_of
+from draftsmith.errors import ConfigError
 from draftsmith.heads.configs import DRAFTERS
 from draftsmith.heads.formats.common import (
     RARE_IN_SGLANG,
@@ -39,16 +37,6 @@ if TYPE_CHECKING:
 
 TASK = "text-generation"
 LICENCE = re.compile(r"[a-z0-9][a-z0-9.\-]*")
-
-
-def check_repo(key: str, name: str) -> None:
-    """Check that `name` is a repository id, `user/name`; raise ConfigError otherwise."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        raise ConfigError(f"{key}={name!r}; expected user/name ({reason_of(error)})") from error
-    if "/" not in name:
-        raise ConfigError(f"{key}={name!r}; expected user/name")
 
 
 def check_licence(licence: str | None) -> None:

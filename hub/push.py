@@ -27,12 +27,12 @@ from draftsmith.hub.model_card import (
     EVALUATION,
     PLOTS,
     check_licence,
-    check_repo,
     checkpoint_section,
     hub_target,
     without_local_paths,
     write_card,
 )
+from draftsmith.names import check_repo
 from draftsmith.provenance import weights_fingerprint
 from draftsmith.storage import atomic_folder, require_writable, write_json
 

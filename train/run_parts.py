@@ -237,7 +237,7 @@ def make_teacher(context: RunContext, target: PreTrainedModel, drafter: Drafter,
     if settings.kind == "online":
         shared = recipe.train.sequence_parallel > 1  # a group of tensor parallelism reads one text anyway
         return online if shared else context.placement.teacher(online)
-    from draftsmith.distill.hidden_state_cache import CachedTeacher, SignalCache
+    from draftsmith.distill.hidden_state_cache import CachedTeacher, DamagedShard, SignalCache
 
     if data.states is not None:
         from draftsmith.distill.state_files import FileStates
@@ -271,7 +271,16 @@ def make_teacher(context: RunContext, target: PreTrainedModel, drafter: Drafter,
         f"teacher cache: {sum(cache.lengths)} tokens at {cache.bytes_a_token():.0f} bytes each in {cache.folder}; "
         f"{len(missing)} of {cache.shards} shards were built now"
     )
-    return CachedTeacher(online, cache.read)
+
+    def repair(damaged: DamagedShard) -> None:
+        again, _ = cache.missing()
+        if again:  # not built again since the rows were read ahead
+            console.say(f"teacher cache: {damaged.problem}; building it again")
+            with autocast(recipe, accelerator.device):
+                cache.build(again, online, lambda: None)
+
+    # Several processes would have to build it together.
+    return CachedTeacher(online, cache.read, repair if accelerator.num_processes == 1 else None)
 
 
 def make_step(

@@ -1,12 +1,18 @@
 """The command line. Commands import their packages when they run: help and errors do not wait for torch."""
 
+import _thread
 import logging
 import os
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer
 from typing import Annotated, Any, NoReturn
 
 import typer
+import typer.core
 
 from draftsmith import __version__
 from draftsmith.cli.check import check
@@ -31,7 +37,21 @@ from draftsmith.cli.publish import export, import_, push
 from draftsmith.errors import ConfigError, DraftsmithError, one_line, reason_of
 from draftsmith.terminal import printable
 
+
+class _Interrupted(Exception):
+    """Ctrl-C in a command, with its message: typer makes an exit code of a KeyboardInterrupt."""
+
+
+class _Commands(typer.core.TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stop:
+            raise _Interrupted(str(stop) or "interrupted") from stop
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Train drafters for speculative decoding on a frozen target, and measure acceptance and speedup.",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
@@ -184,7 +204,10 @@ def generate(
     for option, value in {"--gamma": draft_length, "--policy": policy}.items():
         if drafter is None and value is not None:
             raise ConfigError(f"{option}={value} without --drafter; expected a drafter")
-    # A folder that is missing is told before torch is imported.
+    # What is missing is told before torch is imported.
+    for file in image or ():
+        if not Path(file).expanduser().is_file():
+            raise ConfigError(f"--image={file}; expected a file, and there is none")
     named = checked_drafters([f"drafter={drafter}"]) if drafter else {}
     from draftsmith.cli.generate import stream
     from draftsmith.eval.settings import PairSettings
@@ -269,6 +292,33 @@ app.command(name="import", rich_help_panel=PUBLISH)(import_)
 app.command(rich_help_panel=PUBLISH)(push)
 
 
+CRASHED = 70
+"""Exit code of an error that is ours: EX_SOFTWARE of sysexits.h, which no verdict has."""
+
+
+@contextmanager
+def _interrupts_kept() -> Iterator[None]:
+    """Repeat a Ctrl-C that Python ignores because it is raised in the callback of a weak reference or in `__del__`.
+
+    Every import runs such a callback, so that many fall into the seconds in which a target is loaded.
+    """
+    ignored = sys.unraisablehook
+
+    def again(unraisable: "sys.UnraisableHookArgs") -> None:
+        if unraisable.exc_type is not KeyboardInterrupt:
+            return ignored(unraisable)
+        # After this function, which would ignore it, too.
+        repeated = Timer(0.01, _thread.interrupt_main)
+        repeated.daemon = True
+        repeated.start()
+
+    sys.unraisablehook = again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = ignored
+
+
 def main(arguments: list[str] | None = None) -> Any:
     """Run the command line; an error that the user can fix is printed as one line, with exit code 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -278,18 +328,20 @@ def main(arguments: list[str] | None = None) -> Any:
         for argument in arguments:
             if not argument.isprintable() and argument != argument.encode(errors="replace").decode():
                 raise ConfigError.of("argument", argument, "text in UTF-8")
-        sys.exit(app(args=arguments, prog_name="draftsmith", standalone_mode=False) or 0)
+        with _interrupts_kept():
+            sys.exit(app(args=arguments, prog_name="draftsmith", standalone_mode=False) or 0)
     except DraftsmithError as error:
         _leave(f"{type(error).__name__}: {error}")
     except OSError as error:
         # For example a name that is too long, a folder without permission, a full disk.
         _leave(f"{type(error).__name__}: {reason_of(error)}")
-    except (KeyboardInterrupt, typer.Abort) as stop:
+    except (_Interrupted, KeyboardInterrupt, typer.Abort) as stop:
         _leave(str(stop) or "interrupted", 130)
     except Exception as error:
         message = getattr(error, "format_message", None)  # errors of typer's parser
         if message is None:
-            raise
+            traceback.print_exc()
+            sys.exit(CRASHED)
         command = getattr(getattr(error, "ctx", None), "command_path", "draftsmith")
         _leave(f"{command}: {message()} (see {command} --help)")
 

@@ -1,5 +1,6 @@
 """Options that several commands share, checked before any package is loaded, and the `next:` lines."""
 
+import difflib
 import inspect
 import json
 import math
@@ -287,12 +288,15 @@ def named_drafters(drafters: list[str]) -> dict[str, str]:
 
 def checked_drafters(drafters: list[str]) -> dict[str, str]:
     """Return `named_drafters`, each of which is a folder, a name or, where the Hub can be asked, a Hub id."""
-    from draftsmith.heads.configs import is_named, parse_named
+    from draftsmith.heads.configs import SETTINGS, is_named, parse_named
 
     named = named_drafters(drafters)
     for folder in named.values():
         own = parse_named(folder)[1].get("drafter") if is_named(folder) else folder
         if own is not None and not is_named(own):
+            close = [] if Path(own).exists() else difflib.get_close_matches(specified_name(own), SETTINGS, 1)
+            if close:
+                raise ConfigError(f"--drafter={own}; did you mean {close[0]}?")
             check_drafter_name(own, "--drafter")
             require_cached_without_hub(own, "--drafter")
     return named

@@ -8,6 +8,7 @@ import typer
 
 from draftsmith.cli.options import at_least_one, flag, suggest, taking
 from draftsmith.errors import DraftsmithError
+from draftsmith.names import check_repo
 from draftsmith.terminal import printable
 
 OutOption = Annotated[Path, typer.Option("--out", help="A new folder.")]
@@ -94,6 +95,7 @@ def push(
     ] = None,
 ) -> None:
     """Publish a drafter on the Hub, with a model card from its run and its evaluation."""
+    check_repo("repo", repo)  # before torch is imported
     from draftsmith.hub.push import (
         Destination,
         Publication,

@@ -1,8 +1,9 @@
 """The losslessness check of a running server: what it is asked, and the verdict on each kind of question."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,6 +26,7 @@ from draftsmith.eval.lossless.check import (
 )
 from draftsmith.eval.lossless.greedy import Divergence, GreedyCheck
 from draftsmith.eval.lossless.hypotheses import Drawn, Sample, SamplingCheck, String, adjusted, judged
+from draftsmith.eval.lossless.sampling import Done
 from draftsmith.eval.lossless.served_answers import (
     AT_ONCE,
     Baseline,
@@ -81,21 +83,27 @@ class ServedCheck:
     def arms(self) -> Iterator[VariantCheck]:
         """Yield the results of each kind of question."""
         requests = [Request((ALONE, n, 0), p.input_ids, self._room(p)) for n, p in enumerate(self.prompts)]
-        self._own = self.reference.say(requests)
-        alone = self.server.say(requests)
-        yield self._arm("one request at a time", self._compared(requests, alone, self._own))
-        several = [replace(request, place=(TOGETHER, *request.place[1:])) for request in requests]
-        said = self.server.say(several, at_once=AT_ONCE)
-        yield self._arm(f"{AT_ONCE} requests at a time", self._compared(several, said, self._own))
+        one, several = "one request at a time", f"{AT_ONCE} requests at a time"
+        with self._stage("the reference's greedy texts", requests) as done:
+            self._own = self.reference.say(requests, done=done)
+        with self._stage(f"greedy texts, {one}", requests) as done:
+            alone = self.server.say(requests, done=done)
+        yield self._arm(one, self._compared(requests, alone, self._own))
+        together = [replace(request, place=(TOGETHER, *request.place[1:])) for request in requests]
+        with self._stage(f"greedy texts, {several}", together) as done:
+            said = self.server.say(together, at_once=AT_ONCE, done=done)
+        yield self._arm(several, self._compared(together, said, self._own))
         cold = [replace(request, place=(COLD, *request.place[1:]), temperature=COLDEST) for request in requests]
-        compared = self._compared(cold, self.server.say(cold), self._own, COLD_GAP)
-        yield self._arm("one request at a time", compared, COLDEST)
+        with self._stage(f"texts at T={COLDEST:g}, {one}", cold) as done:
+            said = self.server.say(cold, done=done)
+        yield self._arm(one, self._compared(cold, said, self._own, COLD_GAP), COLDEST)
         for name, probe in {
             "stop strings": self._stop,
             "the end of the context": self._end,
         }.items():
             try:
-                found = probe(requests[:PROBED], alone)
+                with stage(name):
+                    found = probe(requests[:PROBED], alone)
             except RequestFailed as error:
                 found = f"the server refuses the request ({error})"
             if isinstance(found, str):
@@ -104,6 +112,9 @@ class ServedCheck:
                 yield self._arm(name, found)
         for number, temperature in enumerate(t for t in self.settings.temperatures if t > 0):
             yield self._sampled(number, temperature, alone)
+
+    def _stage(self, name: str, requests: Sequence[Request]) -> AbstractContextManager[Done]:
+        return stage(name, sum(request.tokens for request in requests))
 
     def _room(self, prompt: Prompt, tokens: int = GREEDY_TOKENS) -> int:
         return tokens if self.limit is None else min(tokens, self.limit - len(prompt.input_ids))
@@ -188,7 +199,7 @@ class ServedCheck:
             ]
             for n in contexts
         ]
-        with stage(f"sampling at T={temperature:g}", len(contexts) * draws * TOKENS) as done:
+        with self._stage(f"sampling at T={temperature:g}", list(chain(*requests))) as done:
             said = [self.server.say(of_context, at_once=AT_ONCE, done=done) for of_context in requests]
         tokens = all(text.tokens is not None for texts in said for text in texts)
         end = min(self.server.chat.ends, default=-1) if tokens else -1
@@ -255,15 +266,17 @@ def check_server(
         folder = Path(stack.enter_context(TemporaryDirectory())) if out is None else out
         files = folder / "answers.jsonl", folder / "answers-baseline.jsonl"
         asked = (url, model, settings, chat, prompts, files[0])
-        server = ServedModel.connect(*asked)
+        with stage("asking what the server serves"):
+            server = ServedModel.connect(*asked)
         stack.enter_context(server.journal)
         if settings.baseline is None:
-            loaded = load_target(
-                settings.target,
-                dtype=settings.dtype,
-                attn_implementation=settings.attn_implementation,
-                trust_remote_code=trust_remote_code,
-            ).model
+            with stage("loading the target"):
+                loaded = load_target(
+                    settings.target,
+                    dtype=settings.dtype,
+                    attn_implementation=settings.attn_implementation,
+                    trust_remote_code=trust_remote_code,
+                ).model
             reference, identity = Local(loaded, chat, settings.seed), model_fingerprint(loaded)
         else:
             other = (settings.baseline, model, settings, chat, prompts, files[1])

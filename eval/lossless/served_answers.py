@@ -126,6 +126,7 @@ class ServedModel:
             ServerUnusable: if no request would be answered.
         """
         pending = [request for request in requests if request.place not in self.journal]
+        done(sum(request.tokens for request in requests) - sum(request.tokens for request in pending))
         if pending:
             asyncio.run(self._complete(pending, at_once, done))
         return [self._read(request) for request in requests]
@@ -215,12 +216,13 @@ class Local:
     chat: Chat
     seed: int
 
-    def say(self, requests: Sequence[Request]) -> list[Said]:
+    def say(self, requests: Sequence[Request], *, done: Done = lambda _: None) -> list[Said]:
         """Return its own greedy continuations."""
         decoder, ends, said = SpeculativeDecoder(self.model), sorted(self.chat.ends) or None, list[Said]()
         for request in requests:
             output = decoder.generate(request.prompt, max_new_tokens=request.tokens, eos_token_id=ends)
             said.append(self._said(request.prompt, output.tokens))
+            done(request.tokens)
         return said
 
     def _said(self, prompt: list[int], tokens: list[int]) -> Said:
@@ -289,8 +291,8 @@ class Baseline:
 
     server: ServedModel
 
-    def say(self, requests: Sequence[Request]) -> list[Said]:
-        return self.server.say(requests)
+    def say(self, requests: Sequence[Request], *, done: Done = lambda _: None) -> list[Said]:
+        return self.server.say(requests, done=done)
 
     def differences(self, request: Request, theirs: Said, own: Said, slack: float = 0.0) -> list[Divergence]:
         """Judge the first difference by what this server draws there at a low temperature."""

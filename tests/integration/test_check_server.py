@@ -83,7 +83,14 @@ def test_a_server_that_drafts_nothing(folder: Path, capsys: pytest.CaptureFixtur
     others = {"names": ["small", "tiny"], "contexts": {"small": 2, "tiny": 32}}
     with Server(metrics=lambda _: counters, **others).running() as server:
         assert check(server.url, folder, "--temperature", 0, "--model", "tiny") == 3
-    assert "has drafted nothing" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "has drafted nothing" in told.out
+    stages = [line.removeprefix("  stage: ") for line in told.err.splitlines() if line.startswith("  stage: ")]
+    assert stages == [
+        *("asking what the server serves", "loading the target", "the reference's greedy texts"),
+        *("greedy texts, one request at a time", "greedy texts, 8 requests at a time"),
+        *("texts at T=0.01, one request at a time", "stop strings", "the end of the context"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -117,9 +117,10 @@ def test_the_lines_of_a_head_name_its_export(
     )
     monkeypatch.setattr("draftsmith.eval.forecast.run.measure_servers", lambda *_: profile)
     monkeypatch.chdir(folder.parent)
-    servers = ["--server", "http://a", "--server", "http://b", "--model", "tiny", "--temperature", "1"]
-    call = ["forecast", "--target", str(folder), "--drafter", "./peagle", "--prompts", "prompts.jsonl", *servers]
-    assert run(*call, "--max-new-tokens", "12", "--out", "out") == 0
+    call = ["forecast", "--target", str(folder), "--drafter", "./peagle", "--prompts", "prompts.jsonl"]
+    call += ["--model", "tiny", "--temperature", "1", "--max-new-tokens", "12", "--out", "out"]
+    with Engine().running() as one, Engine().running() as other:
+        assert run(*call, "--server", one.url, "--server", other.url) == 0
     said = capsys.readouterr().out.splitlines()
     (command,) = [line for line in said if line.startswith("first: ")]
     engine = json.loads(Path("out/forecast.json").read_text())["engine"]

@@ -290,6 +290,28 @@ def test_no_flipped_bit_is_trained_on(dtype: str) -> None:
         assert file.read_bytes() == whole
 
 
+def test_a_shard_that_cannot_be_read_is_built_again() -> None:
+    """Once, though the rows that are read ahead are in it, too; states are those before the damage."""
+    rows = rows_of()
+    cache, teacher = built("float32", rows)
+    order, whole = [[7, 0], [7, 1], [4, 7]], {file: file.read_bytes() for file in cache.folder.glob("*.safetensors")}
+    (before_BTW,) = cache.read(order[2])
+    flip(cache.folder / "shard-00001.safetensors", -9)
+    problems = []
+
+    def repair(damaged: signal_cache.DamagedShard) -> None:
+        again, _ = cache.missing()
+        problems.extend(damaged.problem for _ in again)
+        cache.build(again, teacher, lambda: None, batch=3)
+
+    cached = CachedTeacher(teacher, cache.read, repair)
+    cached.expect(order)
+    found = [cached.signals(collate(rows, indices, CPU)) for indices in order]
+    assert torch.equal(found[2].hidden_BTH[:, : before_BTW.shape[1]], before_BTW[..., :32])
+    assert len(problems) == 1
+    assert {file: file.read_bytes() for file in whole} == whole
+
+
 def test_a_cache_of_an_earlier_version_is_read() -> None:
     """It has one checksum of a whole shard."""
     cache, _ = built("float8", rows_of())

@@ -85,6 +85,8 @@ def test_recipes_are_listed_and_printed(capsys: pytest.CaptureFixture) -> None:
 
 
 SUFFIX = ["--target", "embedded", "--drafter", "suffix"]
+URL = "http://127.0.0.1:9"
+"""No server listens there."""
 MISTAKES: dict[str, list[str]] = {
     "prompts=nosuch.jsonl; expected a file": ["data", "preview", "nosuch.jsonl", "--target", "embedded"],
     "--target=./nosuch; expected 'embedded'": ["eval", "--target", "./nosuch", "--drafter", "suffix"],
@@ -103,6 +105,12 @@ MISTAKES: dict[str, list[str]] = {
     "--target=nosuch.gguf; expected a GGUF file": ["generate", "x", "--target", "nosuch.gguf"],
     "nosuch; expected an eval.json": ["eval", "compare", "nosuch"],
     "path 'nosuch' does not exist": ["push", "nosuch", "user/name"],
+    "repo='me'; expected user/name": ["push", ".", "me"],
+    "--drafter=suffx; did you mean suffix?": ["eval", "--target", "embedded", "--drafter", "suffx"],
+    "--drafter=native-mpt; did you mean native-mtp?": ["eval", *SUFFIX, "--drafter", "hybrid:drafter=native-mpt"],
+    "--image=nosuch.png; expected a file, and there is none": ["generate", "x", *SUFFIX, "--image", "nosuch.png"],
+    "server http://127.0.0.1:9/v1 cannot be reached": ["eval", "server", URL, "--target", "embedded", "--model", "m"],
+    "http://127.0.0.1:9/v1 cannot be reached": ["check", "--server", URL, "--target", "embedded"],
     "recipe=quickstart/mpt; did you mean quickstart/mtp?": ["train", "quickstart/mpt"],
     "recipe=eagle3/embeded; did you mean eagle3/embedded?": ["recipes", "eagle3/embeded"],
     "did you mean train.steps?": ["train", "quickstart/mtp", "train.stepz=1"],
@@ -128,6 +136,43 @@ def test_help_and_mistakes_load_no_torch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for line, expected in zip(done.stderr.splitlines(), [*MISTAKES, "target.model=./a; expected"], strict=True):
         assert expected in line
+
+
+COMMAND = """
+import signal, time, weakref
+from draftsmith import cli
+
+class Lock:
+    pass
+
+def stop(_):
+    signal.raise_signal(signal.SIGINT)
+
+@cli.app.command()
+def load():
+    {}
+    for _ in range(400):
+        time.sleep(0.05)
+
+cli.main(["load"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "said"),
+    [
+        ("lock = Lock(); reference = weakref.ref(lock, stop); del lock", 130, "interrupted"),
+        ("Lock.__del__ = stop; lock = Lock(); del lock", 130, "interrupted"),
+        ("raise KeyboardInterrupt('interrupted; 3 are kept')", 130, "interrupted; 3 are kept"),
+        ("1 / 0", 70, "ZeroDivisionError: division by zero"),
+    ],
+    ids=["weak reference", "destructor", "message", "crash"],
+)
+def test_how_a_command_ends(body: str, code: int, said: str) -> None:
+    """Python ignores Ctrl-C in callbacks, and a crash is no verdict."""
+    done = subprocess.run([sys.executable, "-c", COMMAND.format(body)], capture_output=True, text=True)
+    assert done.returncode == code
+    assert done.stderr.splitlines()[-1] == said
 
 
 @pytest.mark.parametrize("cached", [False, True])

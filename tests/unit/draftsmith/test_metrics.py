@@ -15,6 +15,7 @@ from draftsmith.metrics import (
     as_series,
     few_units,
     intervals,
+    median_interval,
     often_tested,
     percentiles,
     position_counts,
@@ -83,6 +84,14 @@ def test_an_interval_leaves_out_one_value_of_forty_at_each_end() -> None:
     values = np.arange(1001.0)
     assert percentiles(np.random.default_rng(0).permutation(values)) == pytest.approx([25.0, 975.0])
     assert percentiles(np.concatenate([values, [np.nan] * 500])) == pytest.approx([25.0, 975.0])
+
+
+@pytest.mark.parametrize(("count", "left_out"), [(5, None), (6, 0), (8, 0), (9, 1), (12, 2), (20, 5)])
+def test_an_interval_of_the_median(count: int, left_out: int | None) -> None:
+    """Values at each end that it leaves out, as in tables of the sign test: of 12, those beyond the third."""
+    values = np.random.default_rng(0).permutation(count).tolist()
+    expected = None if left_out is None else [left_out, count - 1 - left_out]
+    assert median_interval(values) == expected
 
 
 def test_the_intervals_are_of_the_numbers_that_are_reported() -> None:

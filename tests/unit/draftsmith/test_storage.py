@@ -23,7 +23,15 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads import Medusa
 from draftsmith.heads.checkpoint import save_drafter
 from draftsmith.provenance import fingerprint, model_fingerprint
-from draftsmith.storage import atomic_folder, cache_dir, hold_cache, hold_folder, require_writable, write_text
+from draftsmith.storage import (
+    atomic_folder,
+    cache_dir,
+    hold_cache,
+    hold_folder,
+    hold_name,
+    require_writable,
+    write_text,
+)
 
 
 def _fill(folder: Path, text: str, fail: bool = False) -> None:
@@ -155,6 +163,9 @@ def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"cannot be written \((File exists|Not a directory)\)"), hold_cache(path):
             pass
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    if Path("/proc").is_dir():
+        with pytest.raises(ConfigError, match=r"out=/proc/x cannot be written \("), hold_name("out", Path("/proc/x")):
+            pass
 
 
 COMMANDS = {

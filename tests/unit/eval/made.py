@@ -62,7 +62,7 @@ PLAIN = {
     "generate_tokens_per_second": 90.0,
     "baseline_tokens_per_second": 100.0,
     "ratio": 1.1,
-    "best_ratio": 1.2,
+    "ratio_interval": [1.05, 1.2],
 }
 
 

@@ -190,6 +190,9 @@ def test_lines_of_single_points_are_not_drawn(tmp_path: Path) -> None:
     assert text.count("d: A training step took 250 ms: teacher 75%, backward 25%.") == 1
 
 
+GRIDS = ("tokens", "rounds", "seconds", "overlap", "overlaps")
+
+
 def _changed(*keys: Any, to: object) -> str:
     """The content of an `eval.json` with another value in one place."""
     whole = place = json.loads(json.dumps(evaluation().as_json(), default=str))
@@ -211,6 +214,10 @@ def _changed(*keys: Any, to: object) -> str:
             r"eval\.json: rows\.0\.alpha='x' .*expected what `draftsmith eval`",
         ),
         (_changed("measurements", to=[{**SERIES, "tokens": [[1.0], [1.0]]}]), "as many rows as units"),
+        (
+            _changed("measurements", to=[{**SERIES, **{key: [[]] for key in GRIDS}}]),
+            "as many rows as units, all equally long",
+        ),
         (_changed("measurements", to=[SERIES | {"seconds": [[float("inf")]]}]), "seconds.0.0=inf"),
     ],
 )

@@ -184,8 +184,9 @@ def test_copies_are_known_after_every_token(drafter: Drafter, temperature: float
     assert sum(nodes * w for (nodes, _), w in found.work.items()) == sum(r.drafted for r in out.rounds)
 
 
-def test_a_hybrid_copies_or_drafts(target: LlamaForCausalLM) -> None:
-    drafter = Hybrid(EarlyExit(target, layers=3), SuffixRetrieval(min_match=1), min_match=2)
+@pytest.mark.parametrize("shortest", [1, 9], ids=["", "matches without a copy"])
+def test_a_hybrid_copies_or_drafts(shortest: int, target: LlamaForCausalLM) -> None:
+    drafter = Hybrid(EarlyExit(target, layers=3), SuffixRetrieval(min_match=shortest), min_match=2)
     out = SpeculativeDecoder(target, drafter, policy=Chain(2)).generate([5, 6] * 4, max_new_tokens=60)
     text = target_text(target, out.prompt_tokens, out.tokens, 60)
     settings = ForecastSettings("t", {}, "p", max_draft_length=2, max_new_tokens=60, policies=("chain:draft_length=2",))
