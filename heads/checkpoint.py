@@ -30,7 +30,7 @@ from draftsmith.heads.configs import is_named, parse_named
 from draftsmith.heads.draft_model import DraftModel, EarlyExit
 from draftsmith.heads.lm_head import DraftVocabulary
 from draftsmith.heads.lora import merged_state
-from draftsmith.heads.model_config import known_tokens, plain_model, text_config
+from draftsmith.heads.model_config import known_tokens, plain_model, text_config, with_older_names
 from draftsmith.heads.untrusted import (
     LONGEST_DRAFT,
     StoredDrafter,
@@ -122,7 +122,7 @@ def save_drafter(
     config: dict[str, Any] = {}
     if isinstance(drafter, DraftModel):
         drafter.model.save_pretrained(folder, state_dict=merged_state(drafter.model))
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = with_older_names(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     else:
         tensors = {name: value.detach().cpu().contiguous() for name, value in drafter.state_dict().items()}
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})

@@ -68,6 +68,41 @@ def rotary_switch(config: PreTrainedConfig) -> int | None:
     return None if switch is None or (limit is not None and limit <= switch) else int(switch)
 
 
+NEOX = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+ROTARY_NAMES = {"gpt_neox": NEOX, "gpt_neox_japanese": NEOX}
+"""Names of rotary values in transformers 4 by model type, where they are others than most types have."""
+ROTARY_BY_LAYER = {"gemma3_text": "rope_local_base_freq", "gemma3n_text": "rope_local_base_freq", "olmo3": "rope_theta"}
+"""Model types with rotary values by type of layer, and the name in transformers 4 of the base of windowed layers."""
+
+
+def with_older_names(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a config.json with each dtype and rotary value under its name in transformers 4, too.
+
+    transformers 5 writes `dtype` and `rope_parameters` alone. transformers 4, mlx-lm and older engines do not read
+    these: they rotate by base 10,000, without scaling.
+    """
+    named = config | ({"torch_dtype": config["dtype"]} if isinstance(config.get("dtype"), str) else {})
+    for key, value in config.items():
+        if isinstance(value, dict) and "rope_parameters" in value:
+            named[key] = with_older_names(value)
+    rope, kind = config.get("rope_parameters") or {}, str(config.get("model_type"))
+    values: dict[str, Any] = {}
+    if any(isinstance(value, dict) for value in rope.values()):
+        if kind not in ROTARY_BY_LAYER:
+            return named  # a newer type, which transformers 4 does not have
+        values[ROTARY_BY_LAYER[kind]] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    if not rope:
+        return named
+    scaling = {**rope}
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key in scaling:
+            values[ROTARY_NAMES.get(kind, {}).get(key, key)] = scaling.pop(key)
+    if scaling.get("rope_type") == "longrope" and "original_max_position_embeddings" in config:  # as Phi-3 reads it
+        scaling = {"type": "longrope", "short_factor": rope["short_factor"], "long_factor": rope["long_factor"]}
+    return named | values | ({} if scaling == {"rope_type": "default"} else {"rope_scaling": scaling})
+
+
 def start_token(model: PreTrainedModel) -> int:
     """Return the first token of an encoder-decoder model's decoder; ConfigError when its configs name none."""
     for config in (getattr(model, "generation_config", None), model.config):

@@ -223,7 +223,7 @@ def _write_flat(
     source: Source[DFlash], architecture: str, own: dict[str, Any], stored: dict[str, Tensor] | None = None
 ) -> None:
     """Write a flat config.json with the keys `own`, and the tensors, with those of the target in `stored`."""
-    drafter, body, dtype = source.drafter, source.drafter.body.config, name_of(source.dtype)
+    drafter, body = source.drafter, source.drafter.body.config
     config = llama_fields(
         body,
         model_type="qwen3",
@@ -231,8 +231,6 @@ def _write_flat(
         layer_types=["full_attention"] * body.num_hidden_layers,
         block_size=drafter.block_size,
         num_target_layers=source.text.num_hidden_layers,
-        dtype=dtype,
-        torch_dtype=dtype,
         **own,
     )
     source.write(config, with_output_biases(block_tensors(source) | (stored or {}), body))

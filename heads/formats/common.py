@@ -15,7 +15,7 @@ from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, PreTrai
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.lm_head import weight_of
-from draftsmith.heads.model_config import text_config
+from draftsmith.heads.model_config import text_config, with_older_names
 from draftsmith.storage import write_json
 
 SAMPLED: dict[str, Any] = {"draft_sample_method": "probabilistic"}
@@ -111,7 +111,11 @@ class Source(Generic[D]):
     def write(self, config: dict[str, Any], tensors: dict[str, Tensor], file: str = WEIGHTS) -> None:
         """Write config.json and the tensors."""
         save_file(tensors, self.folder / file, metadata={"format": "pt"})
-        write_json(self.folder / "config.json", config)
+        self.write_config(config)
+
+    def write_config(self, config: dict[str, Any]) -> None:
+        """Write config.json with the export's dtype and `with_older_names`."""
+        write_json(self.folder / "config.json", with_older_names({**config, "dtype": name_of(self.dtype)}))
 
 
 @dataclass(frozen=True)
@@ -145,12 +149,9 @@ def scales_embeddings(target: PreTrainedModel) -> bool:
 
 
 def llama_fields(body: LlamaConfig, **changes: Any) -> dict[str, Any]:
-    """Return a complete Llama config, with the rotary keys of transformers 5 and of earlier versions."""
-    rope: dict[str, Any] = {**(body.rope_parameters or {})}
+    """Return a complete Llama config."""
     fields = {"model_type": "llama", **{key: getattr(body, key) for key in COPIED}}
-    fields |= {"rope_parameters": rope, "rope_theta": rope["rope_theta"], "tie_word_embeddings": False}
-    if rope["rope_type"] != "default":
-        fields["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+    fields |= {"rope_parameters": {**(body.rope_parameters or {})}, "tie_word_embeddings": False}
     return {**fields, "use_cache": True, "attention_dropout": 0.0, "initializer_range": 0.02, **changes}
 
 

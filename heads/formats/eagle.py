@@ -9,7 +9,7 @@ import torch
 
 from draftsmith.heads.eagle import Eagle
 from draftsmith.heads.eagle3 import OPTIONS, Eagle3, ParallelEagle
-from draftsmith.heads.formats.common import Serving, Source, llama_fields, name_of, on_sglang
+from draftsmith.heads.formats.common import Serving, Source, llama_fields, on_sglang
 from draftsmith.heads.formats.published import LAYER_IDS, POSITIVE, Published
 from draftsmith.heads.layers import windows_of
 
@@ -89,9 +89,8 @@ def write_eagle1_for_sglang(source: Source[Eagle]) -> Serving:
     """Write EAGLE-1 or HASS for SGLang, without embeddings, which it takes from the target."""
     _require_plain_layers(source, "format=transformers")
     source.require_plain_embeddings("format=transformers")
-    body, dtype = source.drafter.body, name_of(source.dtype)
-    architectures = ["LlamaForCausalLMEagle"]
-    config = llama_fields(body.config, architectures=architectures, bias=True, dtype=dtype, torch_dtype=dtype)
+    body = source.drafter.body
+    config = llama_fields(body.config, architectures=["LlamaForCausalLMEagle"], bias=True)
     source.write(config, source.weights(body))
     hass = ["HASS is EAGLE-1's network: the engine runs it as EAGLE."] if source.drafter.type == "hass" else []
     return on_sglang(source, hass)
@@ -120,7 +119,7 @@ def _write_midlayer(source: Source[Eagle3]) -> None:
     source.require(count == 1, f"{count} layers", f"one layer, or {OTHERS}")
     source.require(min(drafter.needs.layers) >= 1, "the final state among its features", f"layers, or {OTHERS}")
     ids = [layer - 1 for layer in drafter.needs.layers]
-    dtype, options = name_of(source.dtype), drafter.options()
+    options = drafter.options()
     config = llama_fields(
         body.config,
         architectures=["LlamaForCausalLMEagle3"],
@@ -129,8 +128,6 @@ def _write_midlayer(source: Source[Eagle3]) -> None:
         fc_norm=options.get("fc_norm", False),
         norm_output=options.get("norm_output", False),
         eagle_config={"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True},
-        dtype=dtype,
-        torch_dtype=dtype,
     )
     own = re.compile(r"^layers\.0\.")
     source.write(config, source.weights(body, lambda name: own.sub("midlayer.", name).removeprefix("vocabulary.")))

@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftsmith.heads.formats.common import Serving, Source, name_of, on_vllm
+from draftsmith.heads.formats.common import Serving, Source, on_vllm
 from draftsmith.heads.formats.published import POSITIVE, Published
 from draftsmith.heads.hydra import Hydra
 from draftsmith.heads.layers import layer_config
@@ -94,7 +94,6 @@ def write_medusa_for_vllm(source: Source[Medusa]) -> Serving:
         "num_hidden_layers": drafter.num_layers,
         "medusa_fc_bias": True,
         "original_lm_head": drafter.shared_lm_head,
-        "dtype": name_of(source.dtype),
     }
     source.write(config, tensors)
     notes = [

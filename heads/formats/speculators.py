@@ -17,7 +17,6 @@ from draftsmith.heads.formats.common import (
     Serving,
     Source,
     llama_fields,
-    name_of,
     on_vllm,
     with_output_biases,
 )
@@ -216,7 +215,7 @@ def _write(
 
     The config of the layers is the body's with `layer_changes`.
     """
-    body, dtype = source.drafter.body.config, name_of(source.dtype)
+    body = source.drafter.body.config
     windows = source.drafter.body.windows if isinstance(source.drafter, DFlash) else windows_of(body)
     sizes = {size for size in windows if size is not None}
     source.require(len(sizes) < 2, f"windows of {sorted(sizes)} tokens", "one size, or format=transformers")
@@ -238,8 +237,6 @@ def _write(
         "transformer_layer_config": llama_fields(body, **layer_changes),
         "target_hidden_size": source.text.hidden_size,
         "tie_word_embeddings": False,
-        "dtype": dtype,
-        "torch_dtype": dtype,
     }
     if kind in ("eagle3", "peagle"):
         common["embed_requires_grad"] = False

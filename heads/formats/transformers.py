@@ -10,9 +10,9 @@ from typing import Any
 
 from draftsmith.heads.checkpoint import save_drafter
 from draftsmith.heads.draft_model import DraftModel
-from draftsmith.heads.formats.common import Serving, Source, name_of, on_sglang, on_vllm
+from draftsmith.heads.formats.common import Serving, Source, on_sglang, on_vllm
 from draftsmith.heads.lora import merged_state
-from draftsmith.storage import write_json, write_text
+from draftsmith.storage import write_text
 
 CODE = "custom_generate"
 """Name of the folder that transformers runs code from."""
@@ -97,9 +97,8 @@ def _write(source: Source[DraftModel]) -> None:
     for name in model.all_tied_weights_keys:
         state.pop(name, None)
     model.save_pretrained(source.folder, state_dict=state)
-    file = source.folder / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8"))
+    config = json.loads((source.folder / "config.json").read_text(encoding="utf-8"))
     config.pop("draftsmith", None)  # kept by a config that was read from a checkpoint
-    write_json(file, {**config, "dtype": name_of(source.dtype)})
+    source.write_config(config)
     if source.tokenizer is not None:
         source.tokenizer.save_pretrained(source.folder)

@@ -2,18 +2,20 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import YARN, make_llama
 from parity.published_files import DRAFTED, HIDDEN, PROMPT
 from parity.test_exports import exported, made
 from parity.test_exports import target as target
 from recording import decoded_logits
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith import ConfigError, load_drafter
+from draftsmith.heads.draft_model import DraftModel
 
 
 @pytest.mark.parametrize("format", ["vllm", "sglang"])
@@ -84,11 +86,30 @@ def test_biases_of_attention_have_one_after_it_too(tmp_path: Path, target: Llama
     assert all(torch.equal(value, again[part]) for part, value in drafter.state_dict().items())
 
 
-def test_scaled_positions_are_told_in_both_ways(tmp_path: Path) -> None:
-    """`rope_parameters` for transformers 5, `rope_theta` and `rope_scaling` for older versions."""
-    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
-    scaled = make_llama(num_hidden_layers=8, rope_parameters=rope).requires_grad_(False)
-    out = exported(made("eagle3", scaled), scaled, "sglang", tmp_path / "out").folder
-    config = json.loads((out / "config.json").read_text())
-    assert (config["rope_theta"], config["rope_scaling"]) == (500.0, {"rope_type": "linear", "factor": 2.0})
-    assert load_drafter(out, scaled).body.config.rope_parameters == rope
+LONG = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALINGS = [{"rope_type": "default"}, {"rope_type": "linear", "factor": 2.0}]
+SCALINGS += [LONG | {"original_max_position_embeddings": 32}, {key: YARN[key] for key in YARN if key != "rope_theta"}]
+ROTATED = [("draft_model", "transformers"), ("draft_model", "vllm"), ("draft_model", "sglang"), ("eagle", "sglang")]
+ROTATED += [("eagle3", "sglang"), ("eagle3", "vllm"), ("peagle", "vllm"), ("dflash", "sglang"), ("dflash", "vllm")]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: scaling["rope_type"])
+@pytest.mark.parametrize(("kind", "format"), ROTATED)
+def test_base_and_scaling_have_the_names_of_old_and_new_readers(
+    kind: str, format: str, scaling: dict[str, Any], tmp_path: Path
+) -> None:
+    """transformers 5 writes `rope_parameters` alone, for which other readers take base 10,000."""
+    rope = {**scaling, "rope_theta": 500.0}
+    rotated = make_llama(num_hidden_layers=8, rope_parameters=rope).requires_grad_(False)
+    drafter = made(kind, rotated, **({"num_tokens": 3, "mask_token": 17} if kind == "peagle" else {}))
+    stored = json.loads((exported(drafter, rotated, format, tmp_path / "out").folder / "config.json").read_text())
+    layers = stored.get("transformer_layer_config", stored)
+    assert layers["rope_theta"] == 500.0
+    assert layers.get("rope_scaling") == (None if scaling["rope_type"] == "default" else scaling)
+    assert stored["torch_dtype"] == stored["dtype"] == "float32"
+    for names in (["rope_theta", "rope_scaling"], ["rope_parameters"], []):
+        read = LlamaConfig(**{key: value for key, value in layers.items() if key not in names})
+        assert read.rope_parameters == rope
+    again = load_drafter(tmp_path / "out", rotated)
+    config = again.model.config if isinstance(again, DraftModel) else again.body.config
+    assert config.rope_parameters == rope
