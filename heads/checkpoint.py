@@ -38,6 +38,7 @@ from draftsmith.heads.untrusted import (
     load_all_weights,
     local_folder,
     read_config,
+    require_finite,
     require_whole_model,
     shapes_in,
     shared_vocabulary,
@@ -167,6 +168,7 @@ def load_drafter(
     if stored is not None:
         _require_fit(stored, path_or_repo, target, tokenizer)
     drafter = _read(folder, stored, config, target)
+    require_finite(path_or_repo, drafter.state_dict().items())
     drafter.attach(target)
     wanted = text_config(target).vocab_size
     foreign = stored is None or drafter.vocab_size != wanted  # imported drafters keep their own padding

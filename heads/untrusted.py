@@ -9,7 +9,7 @@ import json
 import math
 import os.path
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Annotated, Any, Literal, cast
@@ -18,6 +18,7 @@ import torch
 from huggingface_hub import snapshot_download
 from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -49,6 +50,16 @@ def shapes_in(folder: Path) -> Shapes:
             why = f"{file.name} cannot be read ({error})"
             raise ConfigError(f"drafter={folder}: {why}; expected whole safetensors weights") from error
     return shapes
+
+
+WHOLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def require_finite(name: str | Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ConfigError, naming the tensor, where a drafter's weight is NaN or infinite."""
+    for key, value in tensors:
+        if value.dtype in WHOLE_DTYPES and not bool(value.isfinite().all()):
+            raise ConfigError(f"drafter={name}: tensor {key} has values that are not finite; expected finite weights")
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.formats.common import scales_embeddings
 from draftsmith.heads.layers import windows_of
 from draftsmith.heads.lm_head import DraftVocabulary, weight_of
+from draftsmith.heads.untrusted import require_finite
 
 # Shapes: H hidden size, V target vocabulary, D draft vocabulary, F features.
 
@@ -89,6 +90,11 @@ class Published:
             changes: values that replace stored ones.
         """
         kind = self.allow("model_type", fields.get("model_type", "llama"), LLAMA_LIKE)
+        scaling = fields.get("rope_scaling") or fields.get("rope_parameters")
+        if isinstance(scaling, dict) and "mrope" in (scaling.get("type"), scaling.get("rope_type")):
+            # Positions of images; those of text are equal in all sections, which is the default rotation.
+            plain = {"rope_type": "default", "rope_theta": scaling.get("rope_theta", fields.get("rope_theta", 1e4))}
+            fields = {**fields, "rope_scaling": None, "rope_parameters": plain}
         try:
             theirs = AutoConfig.for_model(**{**fields, "model_type": kind})
         except (StrictDataclassError, ValueError, TypeError) as error:
@@ -152,8 +158,17 @@ class Published:
         return tensor
 
     def fill(self, module: nn.Module, published: Callable[[str], str]) -> None:
-        """Load `module` from all unread tensors, of which `published(x)` is the module's tensor x."""
-        shapes = {name: _kind_and_shape(value) for name, value in module.state_dict().items()}
+        """Load `module` from all unread tensors, of which `published(x)` is the module's tensor x.
+
+        A `t2d` that is missing, as in Model-Optimizer's files, follows from `d2t`.
+        """
+        state = module.state_dict()
+        shapes = {name: _kind_and_shape(value) for name, value in state.items()}
+        for name in shapes:
+            d2t_D = self.tensors.get(published(name.removesuffix("t2d") + "d2t"))
+            if name.endswith("t2d") and published(name) not in self.tensors and d2t_D is not None:
+                tokens_D = d2t_D + torch.arange(len(d2t_D)) if d2t_D.ndim == 1 else d2t_D
+                self.tensors[published(name)] = torch.isin(torch.arange(len(state[name])), tokens_D)
         module.load_state_dict({name: self.take(published(name), wanted) for name, wanted in shapes.items()})
         for name in sorted(name for name in self.tensors if "rotary_emb." not in name):
             raise self.refusal(f"unexpected tensor {name} {list(self.tensors[name].shape)}", "none of that name")
@@ -178,6 +193,7 @@ def read_tensors(folder: Path, names_only: bool = False) -> dict[str, Any]:
                     if name in read and not names_only:
                         raise ConfigError(f"drafter={folder}: tensor {name} is in two files; expected it in one")
                     read[name] = None if names_only else tensors.get_tensor(name)
+                    require_finite(folder, [] if names_only else [(name, read[name])])
         except (SafetensorError, OSError) as error:
             why = f"{file.name} cannot be read ({error})"
             raise ConfigError(f"drafter={folder}: {why}; expected whole safetensors weights") from error

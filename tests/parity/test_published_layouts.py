@@ -179,9 +179,21 @@ def test_rows_of_a_draft_vocabulary_need_not_be_sorted(tmp_path: Path, target: L
     mixed = {**sorted_rows, "lm_head.weight": sorted_rows["lm_head.weight"][order]}
     mixed["d2t"] = torch.tensor(tokens) - torch.arange(len(tokens))
     assert torch.equal(logits("mixed", tokens, mixed), logits("sorted", KEPT, sorted_rows))
+    one_map = {name: value for name, value in sorted_rows.items() if name != "t2d"}
+    assert torch.equal(logits("d2t alone", KEPT, one_map), logits("both maps", KEPT, sorted_rows))
     everything = eagle3_tensors(list(range(VOCAB)))
     bare = {name: value for name, value in everything.items() if name not in ("d2t", "t2d")}
     assert torch.equal(logits("mapped", [*range(VOCAB)], everything), logits("bare", [*range(VOCAB)], bare))
+
+
+def test_mrope_of_a_text_drafter_is_the_default_rotation(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    logits = []
+    for name, scaling in (("plain", None), ("mrope", {"type": "mrope", "mrope_section": [2, 1, 1]})):
+        layers = {**speculators("eagle3", **VLLM)["transformer_layer_config"], "rope_scaling": scaling}
+        config = speculators("eagle3", **VLLM, transformer_layer_config=layers)
+        drafter = load_drafter(written(tmp_path / name, config, eagle3_tensors()), target)
+        logits.append(decoded_logits(drafter, target, PROMPT, DRAFTED))
+    assert torch.equal(*logits)
 
 
 def test_embeddings_of_the_target_in_another_dtype_are_the_targets(tmp_path: Path, target: LlamaForCausalLM) -> None:

@@ -139,7 +139,12 @@ def replaced(name: str, value: torch.Tensor, **changes: Any) -> Callable[[dict[s
             without("layers.0.hidden_norm.weight"),
             "no tensor layers.0.hidden_norm.weight; expected float [32]",
         ),
-        ("eagle3", without("t2d"), "no tensor t2d; expected bool [64]"),
+        (
+            "eagle3",
+            replaced("norm.weight", torch.tensor([torch.nan] * HIDDEN)),
+            "tensor norm.weight has values that are not",
+        ),
+        ("eagle3", without("d2t"), "no tensor d2t; expected int [8]"),
         ("eagle3", without("", fc_norm=True), "no tensor fc_norm.0.weight; expected float [32]"),
         ("eagle3", without("", draft_vocab_size=9), "; expected float [9, 32]"),
         ("eagle3", replaced("sink", torch.zeros(3)), "unexpected tensor sink [3]"),
