@@ -8,6 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from draftsmith import __version__
 from draftsmith.heads.checkpoint import save_drafter
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.formats.common import Serving, Source, on_sglang, on_vllm
@@ -40,7 +41,8 @@ def write_custom_generate(source: Source[Any]) -> Serving:
         'target.generate(**inputs, custom_generate="{folder}", trust_remote_code=True)'
     )
     notes = [
-        "transformers runs `custom_generate/generate.py`: read it before trusting it. It needs the package draftsmith.",
+        "transformers runs `custom_generate/generate.py`: read it before trusting it. It needs draftsmith, installed from "
+        "a clone of its repository.",
         "It also takes `draft_length`, `policy`, `rule` and `drafter`: its folder or repository if unknown.",
     ]
     return Serving("transformers", usage, "python", notes)
@@ -50,8 +52,7 @@ def write_generate(folder: Path) -> None:
     """Write the code that transformers runs into the folder of a checkpoint."""
     text = files("draftsmith.hub").joinpath("generate.py.txt").read_text(encoding="utf-8")
     (folder / CODE).mkdir(exist_ok=True)
-    write_text(folder / CODE / "generate.py", text)
-    write_text(folder / CODE / "requirements.txt", "draftsmith>=0.2.0\n")
+    write_text(folder / CODE / "generate.py", text.replace("VERSION", __version__))
 
 
 def write_for_transformers(source: Source[DraftModel]) -> Serving:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 from unit.eval.made import evaluation, row
 
-from draftsmith import load_drafter
+from draftsmith import __version__, load_drafter
 from draftsmith.distill.load_target import load_target
 from draftsmith.errors import ConfigError
 from draftsmith.heads import DraftModel, Medusa
@@ -64,8 +64,6 @@ def push(*arguments: object) -> int:
     return command("push", *arguments)
 
 
-CODE = ("generate.py", "requirements.txt")
-"""A script with plain transformers."""
 PUSHED = {"README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 PLOTS = {"plots/training.png", "plots/speedup.png", "plots/acceptance.png"}
 
@@ -127,10 +125,11 @@ def test_heads_and_a_card_without_measurement(
 ) -> None:
     assert push(run / "medusa", REPO) == 0
     files = hub.repositories[REPO].files()
-    assert files.keys() - {".gitattributes"} == PUSHED | {"plots/training.png"} | {
-        f"custom_generate/{name}" for name in CODE
-    }
+    assert files.keys() - {".gitattributes"} == PUSHED | {"plots/training.png"} | {"custom_generate/generate.py"}
     card = files["README.md"].decode()
+    assert "pypi.org" not in card, "the index has no package of ours"
+    assert "from a clone of its repository" in card
+    assert f"draftsmith {__version__} or newer" in files["custom_generate/generate.py"].decode()
     assert "Not measured yet" in card
     assert f'custom_generate="{REPO}", trust_remote_code=True' in card
     data = ModelCard(card).data.to_dict()
