@@ -86,6 +86,12 @@ def model(file: Path, dtype: torch.dtype) -> Path:
     return _converted(file, str(dtype).removeprefix("torch."), write)
 
 
+def plain_folder(target: PreTrainedModel) -> str | None:
+    """Return the dequantized folder that a target was loaded from, which other engines load; None for other targets."""
+    folder = Path(target.name_or_path)
+    return str(folder) if cache_dir() / "gguf" in folder.parents else None
+
+
 def sha256_of(file: Path) -> str:
     """Return the hexadecimal SHA-256 of a file."""
     with file.open("rb") as handle:

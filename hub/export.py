@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.distill.embedded import embedded_target
+from draftsmith.distill.gguf_target import plain_folder
 from draftsmith.distill.load_target import LoadedTarget, load_target
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter, TrainableDrafter
@@ -189,7 +190,7 @@ def export_to(
         loaded.model,
         format,
         out,
-        target_name=servable(target),
+        target_name=servable(target) if format == "gguf" else servable(plain_folder(loaded.model) or target),
         revision=loaded.revision,
         dtype=dtype,
         tokenizer=loaded.tokenizer,

@@ -41,8 +41,8 @@ def write_custom_generate(source: Source[Any]) -> Serving:
         'target.generate(**inputs, custom_generate="{folder}", trust_remote_code=True)'
     )
     notes = [
-        "transformers runs `custom_generate/generate.py`: read it before trusting it. It needs draftsmith, installed from "
-        "a clone of its repository.",
+        "transformers runs `custom_generate/generate.py`: read it before trusting it. It needs draftsmith, installed "
+        "from a clone of its repository.",
         "It also takes `draft_length`, `policy`, `rule` and `drafter`: its folder or repository if unknown.",
     ]
     return Serving("transformers", usage, "python", notes)

@@ -1,11 +1,13 @@
 """A GGUF file as the target of every command: from the file to a drafter that llama-server loads beside it."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from gguf_files import tiny_llama, write_gguf
 from integration.test_exchange import run
+from transformers import AutoModelForCausalLM
 
 from draftsmith.distill.load_target import load_target
 
@@ -68,6 +70,11 @@ def test_from_a_file_to_a_drafter_for_llama_server(
     assert f"llama-server -m {target} -md exported/drafter.gguf" in said
     assert said.endswith(f"next: draftsmith eval server http://localhost:8080 --target {target} --model {target}\n")
     assert load_target(str(tmp_path / "exported"), device="cpu").model.config.num_hidden_layers == 1
+    code, said, err = run(capsys, "export", drafter, "--format", "vllm", "--target", target, "--out", "for vllm")
+    assert code == 0, err
+    (served,) = re.findall(r"vllm serve (\S+) --speculative-config", said)
+    assert served != target, "vLLM starts no GGUF file with a speculative config"
+    assert AutoModelForCausalLM.from_pretrained(served).config.vocab_size == tiny_llama().config.vocab_size
 
 
 @pytest.mark.parametrize("command", ["eval", "generate", "memory", "train"])
