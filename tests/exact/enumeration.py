@@ -102,12 +102,14 @@ class RowDraws(Draws):
         self.last: list[Any] = [None] * len(rngs)
         """The last token of each row as its source returned it, which may be `Open`."""
         self._made: set[tuple[int, str, int]] = set()
+        self._rows = [*range(len(rngs))]
+        """The row of each source in the draws of the round, with which draws of some rows share what was made."""
 
     def of(self, rows: Sequence[int]) -> "RowDraws":
         if list(rows) == list(range(len(self.rngs))):
             return self
         part = RowDraws([self.rngs[row] for row in rows])
-        part._made = {(place, kind, node) for place, row in enumerate(rows) for r, kind, node in self._made if r == row}
+        part._made, part._rows = self._made, [self._rows[row] for row in rows]
         return part
 
     def drafted(self, weights_BV: Tensor, node: Node, active_B: Tensor | None = None) -> Tensor:
@@ -168,8 +170,8 @@ class RowDraws(Draws):
         return self.rngs[row].bernoulli(probability)
 
     def _once(self, row: int, kind: str, node: int) -> None:
-        assert (row, kind, node) not in self._made, f"the {kind} of node {node} is drawn twice"
-        self._made.add((row, kind, node))
+        assert (self._rows[row], kind, node) not in self._made, f"the {kind} of node {node} is drawn twice"
+        self._made.add((self._rows[row], kind, node))
 
     def _nodes(self, node: Node) -> list[int]:
         return [node] * len(self.rngs) if isinstance(node, int) else node.tolist()

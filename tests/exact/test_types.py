@@ -88,3 +88,15 @@ def test_every_draw_of_a_level_has_a_number_of_its_own() -> None:
         q_nV = Q_V.expand(len(parents), -1)
         draw_together([Wanted(drawing, parents, counts, 0)], q_nV, draws.drafted, may_empty=False, chances=False)
     assert drawing.draft().parents == (ROOT, ROOT, 0, 0, 1, 1)
+
+
+@pytest.mark.parametrize("rows", [[0], [1]])
+def test_draws_for_which_no_token_is_left_keep_their_numbers(rows: list[int]) -> None:
+    """After top-k 2, three children are asked for and two are drawn: a level begins after all that was asked for."""
+    of_all, drawing = RowDraws([BranchingRng(), BranchingRng()]), Drawing()
+    q_V = torch.tensor([0.5, 0.5, *[0.0] * (len(Q_V) - 2)], dtype=Q_V.dtype)
+    for parents in ([ROOT], [0, 1], [2, 3]):
+        wanted = [Wanted(drawing, parents, [3] * len(parents), 0)]
+        q_nV = q_V.expand(len(parents), -1)
+        draw_together(wanted, q_nV, of_all.of(rows).drafted, may_empty=False, chances=False)
+    assert drawing.draft().parents == (ROOT, ROOT, 0, 0, 1, 1, 2, 2, 3, 3)
