@@ -25,6 +25,7 @@ from draftsmith.decode.policies import (
     check_policy,
     policy_named,
 )
+from draftsmith.decode.policies.experience import Calibration, Copied
 from draftsmith.decode.profiling import WIDTHS, measure_costs
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence
@@ -213,6 +214,46 @@ def test_own_drafts_are_preferred_where_they_gain_more() -> None:
     assert len(policy.retrieved(found, greedy=True)) == 2
     policy.experience[True].gain = 3.0
     assert len(policy.retrieved(found, greedy=True)) == 0
+
+
+def test_copies_in_a_batch_cost_every_text() -> None:
+    costs, found = Costs({1: 1.0, 16: 4.0}, {1: 0.1}), Draft.chain([3, 4])
+    alone, together = (AdaptiveChain(costs, texts=texts).retrieved(found, greedy=True) for texts in (1, 8))
+    assert len(alone) == 2
+    assert len(together) == 0, "the other texts are padded to this one's copy"
+
+
+def test_what_policies_learn_fades() -> None:
+    """Rates stay within [0, 1], and what was seen last counts more than ten times as many earlier observations."""
+    learned, copied = Calibration(lambda q: q), Copied(0.5)
+    for outcome in (1.0, 0.0):
+        for _ in range(600 if outcome else 60):
+            learned.observe(0.97, outcome)
+            copied.observe(4, 4, 4 * int(outcome))
+        assert learned.rate(0.97) <= 1
+    assert learned.rate(0.97) < 0.5
+    assert copied.rate(4) < 0.5
+
+
+class Unsure(Table):
+    """Its own confidences are 0.9 in the first text, and `second` in another one."""
+
+    second: float
+
+    def begin(self, rows: list[int]) -> Tensor:
+        return self.logits[:1].expand(len(rows), -1)
+
+    def confidences(self) -> Tensor:
+        return torch.tensor([[0.9], [self.second]])
+
+
+@pytest.mark.parametrize(("second", "length"), [(0.1, 1), (0.5, 4)], ids=["below", "at the threshold"])
+def test_a_chain_ends_by_the_confidence_in_its_own_text(second: float, length: int) -> None:
+    drafter = Unsure()
+    drafter.second = second
+    builders = [DraftBuilder(DecodeSequence([1, 0], 50, number=n), 8, Processors(Sampling(0.0))) for n in (0, 1)]
+    drafts = propose(drafter, [ConfidenceChain(0.5, 4)] * 2, builders, [None, None], None)
+    assert [len(one) for one in drafts] == [4, length]
 
 
 def test_the_policy_learns_what_is_accepted() -> None:
