@@ -88,7 +88,7 @@ def model(file: Path, dtype: torch.dtype) -> Path:
 
 def plain_folder(target: PreTrainedModel) -> str | None:
     """Return the dequantized folder that a target was loaded from, which other engines load; None for other targets."""
-    folder = Path(target.name_or_path)
+    folder = Path(str(target.name_or_path))
     return str(folder) if cache_dir() / "gguf" in folder.parents else None
 
 
