@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from draftsmith import __version__
+import draftsmith
 from draftsmith.heads.checkpoint import save_drafter
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.formats.common import Serving, Source, on_sglang, on_vllm
@@ -52,7 +52,7 @@ def write_generate(folder: Path) -> None:
     """Write the code that transformers runs into the folder of a checkpoint."""
     text = files("draftsmith.hub").joinpath("generate.py.txt").read_text(encoding="utf-8")
     (folder / CODE).mkdir(exist_ok=True)
-    write_text(folder / CODE / "generate.py", text.replace("VERSION", __version__))
+    write_text(folder / CODE / "generate.py", text.replace("VERSION", draftsmith.__version__))
 
 
 def write_for_transformers(source: Source[DraftModel]) -> Serving:
