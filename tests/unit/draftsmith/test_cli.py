@@ -140,6 +140,7 @@ def test_help_and_mistakes_load_no_torch(tmp_path: Path) -> None:
 
 COMMAND = """
 import signal, time, weakref
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a parent may have told to ignore it
 from draftsmith import cli
 
 class Lock:

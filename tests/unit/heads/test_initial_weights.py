@@ -153,6 +153,7 @@ def test_the_best_state_gives_the_frequencies() -> None:
     torch.manual_seed(0)
     wanted_V = torch.softmax(2 * torch.randn(24), -1)
     whole = torch.nn.Linear(24, 24, bias=False).requires_grad_(False)
+    torch.nn.init.orthogonal_(whole.weight)  # the number of steps to a solution depends on no CPU's rounding
     torch.testing.assert_close(whole(best_state(whole, wanted_V, 24)).softmax(-1), wanted_V, atol=2e-3, rtol=0)
     narrow = torch.nn.Linear(8, 24, bias=False).requires_grad_(False)
     q_V = narrow(best_state(narrow, wanted_V, 8)).softmax(-1)

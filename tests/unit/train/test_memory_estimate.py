@@ -118,7 +118,8 @@ def test_a_cached_teacher_computes_the_draft_rows_of_the_lm_head_alone(
     assert estimate.training == pytest.approx(real_peak(recipe, make_target, cached), rel=0.15)
     online = memory.estimate_memory(recipe_of(drafter), target.config)
     assert estimate.activations < 0.5 * online.activations
-    files = memory.estimate_memory(recipe_of(drafter, teacher={"kind": "files", "file": "states"}), target.config)
+    stored = {"teacher": {"kind": "files", "file": "states"}, "data": {"response": "text"}}
+    files = memory.estimate_memory(recipe_of(drafter, **stored), target.config)
     assert files.activations > 2 * estimate.activations, "an engine's files have states alone"
 
 
