@@ -11,6 +11,7 @@ from transformers import InfNanRemoveLogitsProcessor, LlamaForCausalLM, Repetiti
 from draftsmith import as_custom_generate
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.decode.drafts.builder import fitted
 from draftsmith.decode.passes import graphs
 from draftsmith.decode.policies import BestFirst
 from draftsmith.decode.sequence import DecodeOutput, Round
@@ -194,6 +195,7 @@ def test_padded_vocabularies_share_their_common_part(tiny_target: LlamaForCausal
             with pytest.raises(ConfigError, match=f"drafter vocabulary={size}; expected the target's 64"):
                 SpeculativeDecoder(tiny_target, drafter, policy=policy)
         drafter.shared_vocabulary = 58
+        assert fitted(torch.zeros(2, size), (58, 64)).tolist() == [[*[0.0] * 58, *[-torch.inf] * 6]] * 2
         for policy in ("chain", "best-first"):
             decoder = SpeculativeDecoder(tiny_target, drafter, policy=policy)
             expected = SpeculativeDecoder(tiny_target).generate(PROMPT, max_new_tokens=30).tokens

@@ -20,19 +20,21 @@ from draftsmith.decode.policies import (
     BestFirst,
     Chain,
     ConfidenceChain,
+    Growing,
     Policy,
     SampledTree,
     check_policy,
     policy_named,
 )
 from draftsmith.decode.policies.experience import Calibration, Copied
+from draftsmith.decode.policies.requests import Request
 from draftsmith.decode.profiling import WIDTHS, measure_costs
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter, Level
 from draftsmith.heads.draft_model import DraftModel
-from draftsmith.heads.draft_tree import Draft
+from draftsmith.heads.draft_tree import ROOT, Draft
 from draftsmith.heads.medusa import Medusa
 from draftsmith.heads.retrieval import Hybrid, SuffixRetrieval
 
@@ -292,6 +294,36 @@ def test_a_seed_gives_the_same_text_whatever_was_decoded_before(tiny_target: Lla
         for out in (first, again)
     ]
     assert timeless[0] == timeless[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Looks(Policy):
+    """Asks for the `top` likeliest tokens after the root and drafts one of them, the last."""
+
+    top: int
+
+    def grow(self, builder: DraftBuilder) -> Growing:
+        look = yield Request([ROOT], self.top)
+        assert [len(one[0]) for one in (look.values, look.tokens)] == [self.top, self.top]
+        builder.choose(ROOT, look.tokens[0][-1])
+        return builder.draft()
+
+
+def test_each_text_sees_as_many_tokens_as_it_asks_for() -> None:
+    table = Unsure()
+    table.second = 0.9
+    builders = [DraftBuilder(DecodeSequence([1, 0], 50), 8, Processors(Sampling(0.0))) for _ in range(2)]
+    drafts = propose(table, [Looks(3), Looks(1)], builders, [None, None], None)
+    likeliest = table.logits[0].argsort(descending=True).tolist()
+    assert [one.tokens for one in drafts] == [(likeliest[2],), (likeliest[0],)]
+
+
+def test_a_draft_model_keeps_what_was_accepted_of_a_pruned_tree(tiny_target: LlamaForCausalLM) -> None:
+    """It is the target itself: tokens of other nodes in its cache would change what it drafts next."""
+    decoder = SpeculativeDecoder(tiny_target, DraftModel(make_llama()), policy="best-first:size=5,depth=4")
+    rounds = decoder.generate([5, 9, 33, 2], max_new_tokens=40, eos_token_id=None).rounds
+    assert max(record.drafted - record.depth for record in rounds) > 0
+    assert all(record.accepted == record.depth for record in rounds)
 
 
 def test_a_draft_is_never_deeper_than_what_is_left(tiny_target: LlamaForCausalLM) -> None:
