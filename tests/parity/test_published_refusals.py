@@ -165,6 +165,7 @@ def replaced(name: str, value: torch.Tensor, **changes: Any) -> Callable[[dict[s
         ("medusa", without(""), "lm_heads.0.weight is float [2, 32]; expected float [64, 32]"),
         ("medusa", without("", truncated_vocab_size=2), "no tensor token_map; expected int [2]"),
         ("medusa", replaced("token_map", torch.tensor([3, 64]), truncated_vocab_size=2), "repeated or unknown tokens"),
+        ("medusa", replaced("token_map", torch.tensor([3, 3]), truncated_vocab_size=2), "repeated or unknown tokens"),
         ("medusa", without("", medusa_fc_bias=True), "no tensor blocks.0.layers.0.bias; expected float [32]"),
         (
             "medusa",
