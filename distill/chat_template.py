@@ -68,7 +68,7 @@ def characters(tokens: int) -> int:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedText:
     """Token ids, and the spans of them that a drafter is trained on."""
 
     input_ids: list[int]
@@ -189,7 +189,7 @@ class Chat:
             raise ConfigError(f"{of.place}: an image has changed since its text was read; expected the same images")
         return inputs
 
-    def after_images(self, whole: Conversation, prompt: list[int]) -> list[Encoded]:
+    def after_images(self, whole: Conversation, prompt: list[int]) -> list[EncodedText]:
         """Return the samples of a conversation with images before its first answer.
 
         The template shows each image as one placeholder; the processor's tokens of the prompt take its place.
@@ -207,7 +207,7 @@ class Chat:
             if sample.input_ids[: len(shown)] != shown or sample.spans[0][0] < len(shown):
                 raise _hidden(whole.place, "the prompt with images")
             spans = [[start + more, end + more] for start, end in sample.spans]
-            samples.append(Encoded(prompt + sample.input_ids[len(shown) :], spans))
+            samples.append(EncodedText(prompt + sample.input_ids[len(shown) :], spans))
         return samples
 
     def answer(self, messages: list[Message], of: Conversation, prompt: list[int], tokens: list[int]) -> str:
@@ -222,7 +222,7 @@ class Chat:
         whole = self._render([*messages, {"role": ASSISTANT, "content": PLACEHOLDER}], of, opened=False)
         return text.removeprefix(whole[len(before) :].partition(PLACEHOLDER)[0]) if whole.startswith(before) else text
 
-    def encode(self, whole: Conversation, prompt_tokens: int) -> list[Encoded]:
+    def encode(self, whole: Conversation, prompt_tokens: int) -> list[EncodedText]:
         """Return the tokens of a conversation with its answers; several samples if later turns change earlier ones.
 
         The first `prompt_tokens` tokens of a plain text, at most half of it, are only read; the rest is trained on.
@@ -247,14 +247,14 @@ class Chat:
         marked = self._marked(whole) if GENERATION.search(str(self.tokenizer.chat_template)) else None
         return self._turn_by_turn(whole) if marked is None else [marked] if marked.spans else []
 
-    def _text(self, whole: Conversation, prompt_tokens: int) -> Encoded:
+    def _text(self, whole: Conversation, prompt_tokens: int) -> EncodedText:
         if not whole.whole:
             return self._answered(self.plain(whole.text, whole.place), whole.answer or "", whole.place)
         ids = self.plain(whole.text, whole.place)
         cut = min(prompt_tokens, len(ids) // 2)
-        return Encoded(ids, [[cut, len(ids)]])
+        return EncodedText(ids, [[cut, len(ids)]])
 
-    def _first_answer(self, whole: Conversation) -> Encoded:
+    def _first_answer(self, whole: Conversation) -> EncodedText:
         """Return the first answer only: a target without a template is not trained on conversations."""
         answer = whole.messages[whole.answers[0]]["content"]
         return self._answered(self.generation_prompt(whole.asked, whole), str(answer), whole.place)
@@ -267,15 +267,15 @@ class Chat:
         # Sentencepiece tokenizers add a space before the first word.
         return unspaced if ids != unspaced and text_after(self.tokenizer, prompt, unspaced) == answer else ids
 
-    def _answered(self, prompt: list[int], answer: str, place: str) -> Encoded:
+    def _answered(self, prompt: list[int], answer: str, place: str) -> EncodedText:
         ids = self.response(prompt, answer, place)
         if not ids:
             raise _unanswered(place)
         end = [] if self.tokenizer.eos_token_id in (None, ids[-1]) else [self.tokenizer.eos_token_id]
         ids = [*prompt, *ids, *end]
-        return Encoded(ids, [[len(prompt), len(ids)]])
+        return EncodedText(ids, [[len(prompt), len(ids)]])
 
-    def _marked(self, whole: Conversation) -> Encoded | None:
+    def _marked(self, whole: Conversation) -> EncodedText | None:
         """Take the spans from the template's `{% generation %}` blocks; None where they are not one for each answer.
 
         Only where some answer is not trained, it matters which block shows which answer.
@@ -295,25 +295,25 @@ class Chat:
                 return None
             spans = [span for span, place in zip(spans, answers, strict=True) if place in whole.trained]
         ids = list(encoded["input_ids"])
-        return Encoded(ids, [self._until_eos(ids, *span) for span in spans])
+        return EncodedText(ids, [self._until_eos(ids, *span) for span in spans])
 
-    def _turn_by_turn(self, whole: Conversation) -> list[Encoded]:
+    def _turn_by_turn(self, whole: Conversation) -> list[EncodedText]:
         """Find the spans by rendering the conversation up to each answer and including it.
 
         Some templates render an earlier turn differently once a later one follows (without its thinking): the earlier
         turn is then a sample of its own, which ends where the target ended.
         """
-        samples: list[Encoded] = []
+        samples: list[EncodedText] = []
         for index in whole.trained:
             sample = self._up_to(whole, index)
             last = samples[-1] if samples else None
             if last is not None and sample.input_ids[: len(last.input_ids)] == last.input_ids:
-                samples[-1] = Encoded(sample.input_ids, [*last.spans, *sample.spans])
+                samples[-1] = EncodedText(sample.input_ids, [*last.spans, *sample.spans])
             else:
                 samples.append(sample)
         return samples
 
-    def _up_to(self, whole: Conversation, index: int) -> Encoded:
+    def _up_to(self, whole: Conversation, index: int) -> EncodedText:
         """Return the conversation up to an answer, of which only that answer is trained.
 
         Tokens that the generation prompt gives, such as the header, are not generated and never trained.
@@ -331,7 +331,7 @@ class Chat:
         else:
             ids = self._ids(after, whole.place, add_special_tokens=False)
             start = next((i for i, (a, b) in enumerate(zip(prompt, ids, strict=False)) if a != b), len(prompt))
-        return Encoded(ids, [self._until_eos(ids, start, len(ids))])
+        return EncodedText(ids, [self._until_eos(ids, start, len(ids))])
 
     def _with_thinking(
         self, asked: list[Message], message: Message, of: Conversation, opened: str, after: str
@@ -433,7 +433,7 @@ def _unanswered(place: str) -> ConfigError:
     )
 
 
-def _checked(whole: Conversation, vocab_size: int, known: int) -> Encoded:
+def _checked(whole: Conversation, vocab_size: int, known: int) -> EncodedText:
     """Return the tokens and spans of a file, the latter without ids from `known` on; ConfigError for invalid ones."""
     ids, spans = whole.input_ids or [], whole.spans or []
     good = _whole_numbers(ids) and isinstance(spans, list) and len(spans) > 0 and all(map(_whole_numbers, spans))
@@ -442,7 +442,7 @@ def _checked(whole: Conversation, vocab_size: int, known: int) -> Encoded:
     if not all(0 <= token < vocab_size for token in ids):
         raise ConfigError(f"{whole.place}: input_ids={ids}; expected token ids below {vocab_size}")
     trained = without_unknown(ids, spans, known)
-    return Encoded(ids, trained, masked=sum(b - a for a, b in spans) - sum(b - a for a, b in trained))
+    return EncodedText(ids, trained, masked=sum(b - a for a, b in spans) - sum(b - a for a, b in trained))
 
 
 def without_unknown(ids: list[int], spans: list[Span], known: int) -> list[Span]:

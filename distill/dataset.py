@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 from datasets import Dataset, Features, List, Value, concatenate_datasets, disable_progress_bars
 from datasets.arrow_writer import ArrowWriter
 
-from draftsmith.distill.chat_template import Chat, Encoded, ImageAfterAnswer, TemplateRefusal, TooLongText, characters
+from draftsmith.distill.chat_template import (
+    Chat,
+    EncodedText,
+    ImageAfterAnswer,
+    TemplateRefusal,
+    TooLongText,
+    characters,
+)
 from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.messages import FLAGS
@@ -49,7 +56,7 @@ images that the text begins with, their row and a fingerprint of the processor's
 
 
 @dataclass
-class Counts:
+class RowCounts:
     """Numbers of rows that were read and left out."""
 
     rows: int = 0
@@ -113,15 +120,15 @@ def read_examples(
             with atomic_folder(folder) as temporary:
                 counts = _write(temporary / "rows.arrow", chat, data, context, report)
                 write_json(temporary / "counts.json", asdict(counts))
-    counts = Counts(**json.loads((folder / "counts.json").read_text(encoding="utf-8")))
+    counts = RowCounts(**json.loads((folder / "counts.json").read_text(encoding="utf-8")))
     for line in counts.lines(data.prompts):
         report(line)
     return Dataset.from_file(str(folder / "rows.arrow"))
 
 
-def _write(file: Path, chat: Chat, data: DataSection, context: int | None, report: Callable[[str], None]) -> Counts:
+def _write(file: Path, chat: Chat, data: DataSection, context: int | None, report: Callable[[str], None]) -> RowCounts:
     """Write the examples row by row, so that memory does not grow with the data; `report` is called now and then."""
-    counts, kept, began = Counts(), 0, time.monotonic()
+    counts, kept, began = RowCounts(), 0, time.monotonic()
     said = began
     chat = replace(chat, longest=characters(data.prompt_tokens + data.response_tokens))
     with ArrowWriter(features=FEATURES, path=str(file)) as writer:
@@ -142,7 +149,7 @@ def _write(file: Path, chat: Chat, data: DataSection, context: int | None, repor
     return counts
 
 
-def _examples(chat: Chat, data: DataSection, context: int | None, counts: Counts) -> Iterator[dict[str, Any]]:
+def _examples(chat: Chat, data: DataSection, context: int | None, counts: RowCounts) -> Iterator[dict[str, Any]]:
     seen: set[str] = set()
     refused, last = 0, None
     folder = None if data.images is None else Path(data.images).expanduser()
@@ -203,19 +210,19 @@ def _unanswered(dialogue: Conversation) -> str | None:
     return None if all(any(answer.get(key) for key in said) for answer in answers) else "have an empty answer"
 
 
-def _samples(chat: Chat, dialogue: Conversation, data: DataSection) -> tuple[list[Encoded], str]:
+def _samples(chat: Chat, dialogue: Conversation, data: DataSection) -> tuple[list[EncodedText], str]:
     """Return the samples of a conversation, and the column `images`, which all of them share."""
     if not dialogue.images or data.images is None:  # without the folder, images are refused
         if data.answered:
             return chat.encode(dialogue, data.prompt_tokens), ""
-        return [Encoded(chat.prompt(dialogue), [])], ""
+        return [EncodedText(chat.prompt(dialogue), [])], ""
     ids, inputs = chat.prompt_inputs(dialogue.asked, dialogue)
     row = {"place": dialogue.place, "messages": dialogue.asked, "tools": dialogue.tools}
     images = json.dumps({**row, "content": inputs_fingerprint(inputs)}, default=str) if inputs else ""
-    return chat.after_images(dialogue, ids) if data.answered else [Encoded(ids, [])], images
+    return chat.after_images(dialogue, ids) if data.answered else [EncodedText(ids, [])], images
 
 
-def _too_long(sample: Encoded, data: DataSection, context: int | None) -> str | None:
+def _too_long(sample: EncodedText, data: DataSection, context: int | None) -> str | None:
     """Return why a sample is left out; None for a sample that is kept."""
     length = len(sample.input_ids)
     prompt = sample.spans[0][0] if sample.spans else length

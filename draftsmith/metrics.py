@@ -141,14 +141,14 @@ def as_series(
 
 
 @dataclass(frozen=True)
-class Draws:
+class Resamples:
     """S resamples: indices of units [S, U] and, for each of them, of repeats [S, U, R]."""
 
     units: NDArray
     repeats: NDArray
 
     @classmethod
-    def of(cls, series: Series, rng: np.random.Generator, resamples: int = RESAMPLES) -> "Draws":
+    def of(cls, series: Series, rng: np.random.Generator, resamples: int = RESAMPLES) -> "Resamples":
         """Draw a two-stage bootstrap: units with replacement, then repeats with replacement within each drawn unit.
 
         Units account for the choice of prompts, repeats for the noise of the machine. Both levels of a nested design
@@ -159,10 +159,10 @@ class Draws:
         size = (resamples, units, repeats)
         return cls(rng.integers(0, units, size[:2]), rng.integers(0, repeats, size))
 
-    def with_repeats_of(self, series: Series, rng: np.random.Generator) -> "Draws":
+    def with_repeats_of(self, series: Series, rng: np.random.Generator) -> "Resamples":
         """Return the same units with newly drawn repeats, for a second run on the same prompts."""
         repeats = np.shape(series["tokens"])[1]
-        return Draws(self.units, rng.integers(0, repeats, (*self.units.shape, repeats)))
+        return Resamples(self.units, rng.integers(0, repeats, (*self.units.shape, repeats)))
 
     def totals(self, values_UR: ArrayLike) -> NDArray:
         """Return sums over the drawn units, [S, R]."""
@@ -184,7 +184,7 @@ def speedup(baseline: Series, speculative: Series) -> float:
     return float(np.median(speedups(baseline, speculative)))
 
 
-def resampled_speedups(baseline: Series, speculative: Series, draws: Draws) -> NDArray[np.float64]:
+def resampled_speedups(baseline: Series, speculative: Series, draws: Resamples) -> NDArray[np.float64]:
     """Return the speedup of each resample, [S]; NaN where a repeat has no decoded token.
 
     Baseline and drafter of a repeat are drawn together.
@@ -196,12 +196,12 @@ def resampled_speedups(baseline: Series, speculative: Series, draws: Draws) -> N
     return np.median(ratio(spec, base, np.nan), axis=1)
 
 
-def resampled_taus(series: Series, draws: Draws) -> NDArray[np.float64]:
+def resampled_taus(series: Series, draws: Resamples) -> NDArray[np.float64]:
     """Return tau of each resample, [S]; NaN without rounds."""
     return ratio(draws.totals(series["tokens"]).sum(1), draws.totals(series["rounds"]).sum(1), np.nan)
 
 
-def resampled_alphas(series: Series, draws: Draws) -> NDArray[np.float64]:
+def resampled_alphas(series: Series, draws: Resamples) -> NDArray[np.float64]:
     """Return alpha of each resample, [S]; NaN without tested positions."""
     return ratio(draws.totals(series["overlap"]).sum(1), draws.totals(series["overlaps"]).sum(1), np.nan)
 
@@ -241,7 +241,7 @@ def intervals(baseline: Series | None, speculative: Series, seed: int) -> Interv
     """
     if len(speculative["units"]) < 2:
         return {"speedup_interval": None, "tau_interval": None, "alpha_interval": None}
-    draws = Draws.of(speculative, np.random.default_rng(seed))
+    draws = Resamples.of(speculative, np.random.default_rng(seed))
     faster = None if baseline is None else percentiles(resampled_speedups(baseline, speculative, draws))
     return {
         "speedup_interval": faster,

@@ -12,7 +12,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.eval.low_acceptance import Sides, explained
 from draftsmith.eval.results import StoredEvaluation, short_policy
 from draftsmith.eval.settings import BASELINE, Variant
-from draftsmith.metrics import Draws, Series, percentiles, ratio, resampled_speedups, resampled_taus, speedup, tau
+from draftsmith.metrics import Resamples, Series, percentiles, ratio, resampled_speedups, resampled_taus, speedup, tau
 
 MATTER = ("max_new_tokens", "top_k", "top_p", "seed", "dtype", "attn_implementation")
 """Settings that have to be equal, in addition to the fingerprints of target and prompts. Temperatures, drafters, draft
@@ -168,7 +168,7 @@ def _compare(
     if len(one["units"]) < 2:
         raise ConfigError.of("prompts", len(one["units"]), "at least 2: an interval over prompts needs several")
     rng = np.random.default_rng(0)
-    draws = Draws.of(one, rng)
+    draws = Resamples.of(one, rng)
     other_draws = draws.with_repeats_of(other, rng) if named else draws
     taus = resampled_taus(one, draws), resampled_taus(other, other_draws)
     name_a, name_b = (f"{drafter} ({short_policy(policy)})" for drafter, policy in arms)
@@ -185,7 +185,7 @@ def _compare(
 
 
 def _speedups(
-    base: Series | None, one: Series, draws: Draws, other_base: Series | None, other: Series, other_draws: Draws
+    base: Series | None, one: Series, draws: Resamples, other_base: Series | None, other: Series, other_draws: Resamples
 ) -> Contrast | None:
     """Return the contrast of two speedups; None where one side has no measurement of the target alone."""
     if base is None or other_base is None:

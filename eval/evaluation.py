@@ -13,11 +13,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.distill.detokenize import IncrementalText
 from draftsmith.errors import ConfigError
-from draftsmith.eval.harness import CALIBRATION, Run
+from draftsmith.eval.harness import CALIBRATION, EvaluationRun
 from draftsmith.eval.journal import ACCEPTED, BONUS, CORRECTION, JOURNAL, KEPT, OWN, Cell, Journal, TextRecord, begun
 from draftsmith.eval.prompts import OVERALL, Prompt, PromptRows
 from draftsmith.eval.report import check_report_folder, interval, summary_table, verdict, write_report
-from draftsmith.eval.results import ContextBin, Evaluation, Guard, PlainSpeeds, Row, Sample, row_of, series_of
+from draftsmith.eval.results import ContextBin, Evaluation, Guard, PlainSpeeds, ResultRow, TextSample, row_of, series_of
 from draftsmith.eval.settings import BASELINE, Settings, Variant, load_session, require_valid
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.earlier_texts import memories
@@ -31,7 +31,7 @@ PROMPTS, TOKENS = 3, 160
 KINDS = {ACCEPTED: "accepted", CORRECTION: "corrected", BONUS: "bonus", OWN: "target"}
 
 
-def samples(run: Run, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+def samples(run: EvaluationRun, tokenizer: PreTrainedTokenizerBase) -> list[TextSample]:
     """Return the texts of the first repeat for a few prompts of different categories, for every drafter and policy."""
     first = list({prompt.category: prompt for prompt in reversed(run.prompts)}.values())[::-1]
     chosen = (first + [prompt for prompt in run.prompts if prompt not in first])[:PROMPTS]
@@ -48,7 +48,7 @@ def samples(run: Run, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     ]
 
 
-def _sample(cell: Cell, text: TextRecord, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Sample:
+def _sample(cell: Cell, text: TextRecord, prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> TextSample:
     pieces = token_texts(text.tokens[:TOKENS], tokenizer, prompt.input_ids)
     rounds, start = [], 0
     for kinds in text.rounds:
@@ -103,7 +103,7 @@ def evaluate(
     Raises:
         ConfigError: for models or prompts that do not fit together, or a journal of another run.
     """
-    run = Run(target, drafters, prompts, settings, tokenizer, Journal(journal), processor)
+    run = EvaluationRun(target, drafters, prompts, settings, tokenizer, Journal(journal), processor)
     run.measure(progress)
     rows = []
     with stage("computing the numbers and their intervals", len(run.arms) - 1, shown=progress) as done:
@@ -126,7 +126,7 @@ def evaluate(
     )
 
 
-def _rows(run: Run, arm: Variant, decoder: SpeculativeDecoder) -> list[Row]:
+def _rows(run: EvaluationRun, arm: Variant, decoder: SpeculativeDecoder) -> list[ResultRow]:
     """Return, for each temperature and batch size, the row over all prompts and one row per category."""
     settings, policy = run.settings, decoder.policy
     categories = sorted({prompt.category for prompt in run.prompts})
@@ -161,7 +161,7 @@ ENOUGH, FALL = 50, 0.85
 """Rounds of a context length that is compared, and the share of the first one's tau below which a fall is noted."""
 
 
-def name_of(row: Row) -> str:
+def name_of(row: ResultRow) -> str:
     batch = f", batch {row['batch_size']}" if row["batch_size"] > 1 else ""
     return f"{row['drafter']} ({row['policy']}) at T={row['temperature']:g}{batch}"
 
@@ -171,7 +171,7 @@ def dtype_of(model: nn.Module) -> torch.dtype | None:
     return next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), None)
 
 
-def guards(rows: Sequence[Row], plain: PlainSpeeds | None, dtypes: dict[str, torch.dtype | None]) -> list[Guard]:
+def guards(rows: Sequence[ResultRow], plain: PlainSpeeds | None, dtypes: dict[str, torch.dtype | None]) -> list[Guard]:
     """Return the results that are wrong or unfair.
 
     Args:
@@ -208,7 +208,7 @@ def _short(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def notes(run: Run, rows: Sequence[Row]) -> list[str]:
+def notes(run: EvaluationRun, rows: Sequence[ResultRow]) -> list[str]:
     """Return notes on limits to the precision or the meaning of the rows."""
     found = few_units([batch.prompts for batch in groups] for groups in run.batches.values())
     found += [f"Left out: {text}" for text in run.left_out]
@@ -232,7 +232,7 @@ def notes(run: Run, rows: Sequence[Row]) -> list[str]:
     return found + _repetition(rows) + _quality_notes(run)
 
 
-def _row_notes(row: Row) -> list[str]:
+def _row_notes(row: ResultRow) -> list[str]:
     found, name = [], name_of(row)
     if not row["lossless"]:
         found.append(f"{name}: rule {row['rule']!r} is LOSSY: its texts do not have the target's distribution.")
@@ -263,7 +263,7 @@ def fall(bins: list[ContextBin]) -> str | None:
     )
 
 
-def _repetition(rows: Sequence[Row]) -> list[str]:
+def _repetition(rows: Sequence[ResultRow]) -> list[str]:
     """Return one note per temperature: the texts of all variants are similar."""
     most: dict[float, float] = {}
     for row in rows:
@@ -277,7 +277,7 @@ def _repetition(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _turns_left_out(run: Run) -> list[str]:
+def _turns_left_out(run: EvaluationRun) -> list[str]:
     settings = run.settings
     wanted = sum(prompt.turns for prompt in run.prompts) * settings.repeats * len(settings.temperatures)
     wanted *= len(settings.batch_sizes)
@@ -290,7 +290,7 @@ def _turns_left_out(run: Run) -> list[str]:
     ]
 
 
-def _quality_notes(run: Run) -> list[str]:
+def _quality_notes(run: EvaluationRun) -> list[str]:
     """Return a note for each drafter whose target was trained with it: p is not the original target's."""
     return [
         f"{name}: its target was trained with it and differs from the original: KL {quality['kl']:.4f} nats per token, "

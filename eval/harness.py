@@ -21,7 +21,7 @@ from draftsmith.distill.chat_template import Chat
 from draftsmith.errors import ConfigError
 from draftsmith.eval.baseline import compare_with_generate, fastest_threads, threads
 from draftsmith.eval.journal import Cell, Journal, Place
-from draftsmith.eval.prompts import Batch, Prompt, batches, prompts_fingerprint, time_of
+from draftsmith.eval.prompts import Prompt, PromptBatch, batches, prompts_fingerprint, time_of
 from draftsmith.eval.settings import BASELINE, Settings, Variant
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.earlier_texts import memories
@@ -42,7 +42,7 @@ Questions = list[Prompt]
 
 
 @dataclass
-class Run:
+class EvaluationRun:
     """A measurement in progress: models, prompts, settings and the results so far.
 
     Raises:
@@ -218,7 +218,7 @@ class Run:
                         for turn in range(batch.turns):
                             yield Place(repeat, temperature, size, group, turn)
 
-    def _batch(self, place: Place) -> Batch:
+    def _batch(self, place: Place) -> PromptBatch:
         return self.batches[place.batch_size][place.group]
 
     def _pending(self, place: Place) -> list[Variant]:

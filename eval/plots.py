@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, PercentFormatter, StrMethodFormatter
 
 from draftsmith.eval.prompts import OVERALL
-from draftsmith.eval.results import Row, short_policy
+from draftsmith.eval.results import ResultRow, short_policy
 from draftsmith.metrics import often_tested
 from draftsmith.terminal import printable
 
@@ -25,7 +25,7 @@ mpl.use("Agg")
 
 
 T = TypeVar("T")
-Rows = Sequence[Row]
+Rows = Sequence[ResultRow]
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31", "#7B4173", "#7F7F7F")
 MARKERS = "osD^vPX*<>"
@@ -70,7 +70,7 @@ class Plot:
         return "data:image/png;base64," + base64.b64encode(self.png).decode()
 
 
-def variant_name(row: Row, rows: Rows) -> str:
+def variant_name(row: ResultRow, rows: Rows) -> str:
     """Return drafter, policy, temperature and, if `rows` have several, batch size."""
     policy = short_policy(row["policy"])
     alike = {other["policy"] for other in rows if other["drafter"] == row["drafter"]}
@@ -180,7 +180,7 @@ def plot_acceptance(rows: Rows) -> Plot:
 Axis = Literal["draft_length", "batch_size"]
 AXES: dict[Axis, str] = {"draft_length": "γ", "batch_size": "batch size"}
 """Keys of a row over which the speedup is plotted, and the labels of the axes."""
-Lines = dict[tuple[str, float], list[Row]]
+Lines = dict[tuple[str, float], list[ResultRow]]
 """By drafter and temperature."""
 
 
@@ -229,7 +229,7 @@ def plot_over(lines: Lines, key: Axis, names: list[str]) -> Plot:
 
 def _fastest_policies(rows: Rows) -> Rows:
     """Return the rows of each drafter's policy with the highest speedup."""
-    best: dict[str, Row] = {}
+    best: dict[str, ResultRow] = {}
     for row in rows:
         if row["drafter"] not in best or row["speedup"] > best[row["drafter"]]["speedup"]:
             best[row["drafter"]] = row

@@ -232,7 +232,7 @@ def time_of(prompts: Iterable[Prompt]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Batch:
+class PromptBatch:
     """Prompts that are decoded together."""
 
     prompts: list[Prompt]
@@ -244,16 +244,16 @@ class Batch:
         return max(prompt.turns for prompt in self.prompts)
 
 
-def batches(prompts: list[Prompt], size: int) -> list[Batch]:
+def batches(prompts: list[Prompt], size: int) -> list[PromptBatch]:
     """Return full batches of one category each, then batches of the remaining prompts; the last may not be full."""
     full, rest = [], []
     for category, group in groupby(sorted(prompts, key=lambda p: p.category), key=lambda p: p.category):
         members = list(group)
         end = len(members) - len(members) % size
-        full += [Batch(members[start : start + size], category) for start in range(0, end, size)]
+        full += [PromptBatch(members[start : start + size], category) for start in range(0, end, size)]
         rest += members[end:]
     for start in range(0, len(rest), size):
         part = rest[start : start + size]
         categories = {prompt.category for prompt in part}
-        full.append(Batch(part, categories.pop() if len(categories) == 1 else None))
+        full.append(PromptBatch(part, categories.pop() if len(categories) == 1 else None))
     return full

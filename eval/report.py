@@ -13,7 +13,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.eval.journal import JOURNAL, require_same_run, whole_lines
 from draftsmith.eval.learning_curve import time_split
 from draftsmith.eval.prompts import OVERALL
-from draftsmith.eval.results import EVALUATION, Evaluation, Row, read_evaluation, short_policy
+from draftsmith.eval.results import EVALUATION, Evaluation, ResultRow, read_evaluation, short_policy
 from draftsmith.eval.settings import Settings, require_same_settings
 from draftsmith.metrics import FEW, often_tested
 from draftsmith.storage import write_json, write_text
@@ -110,7 +110,7 @@ def visible(piece: str) -> list[tuple[str, str]]:
     return parts
 
 
-def verdict(rows: list[Row]) -> str:
+def verdict(rows: list[ResultRow]) -> str:
     """Return whether a drafter is faster than the target alone, and if none is, the cause of the best one."""
     best = max((row for row in rows if row["category"] == OVERALL), key=lambda row: row["speedup"])
     batch = f", batch {best['batch_size']}" if best["batch_size"] > 1 else ""
@@ -130,7 +130,7 @@ FEW_ACCEPTED, SLOW_PASS = 1.3, 1.5
 """Tau below which few draft tokens are accepted; passes of one token beyond which verifying a draft is slow."""
 
 
-def cause(row: Row) -> str:
+def cause(row: ResultRow) -> str:
     """Return a sentence with the cost of a round, its largest part, and a shorter chain that would be faster."""
     if not row["tau"] or not row["speedup"]:
         return "Nothing was decoded after the first token."
@@ -148,7 +148,7 @@ def cause(row: Row) -> str:
     return f"{costs} Verifying a draft is slow on this machine.{shorter}" if verify > SLOW_PASS else costs + shorter
 
 
-def _shorter(row: Row, draft: float, passes: float) -> str:
+def _shorter(row: ResultRow, draft: float, passes: float) -> str:
     """Return the shorter chain that would be faster, if drafting takes as long for each token; empty without one."""
     length, accepted = row["draft_length"] or 1, row["acceptance_at"]
     taus = 1 + np.cumsum(np.cumprod(accepted[: length - 1]))

@@ -45,7 +45,7 @@ class DivergencePlace(TypedDict):
     position: int
 
 
-class Row(TypedDict):
+class ResultRow(TypedDict):
     """A drafter with a policy at one temperature and batch size, over all prompts or those of one category."""
 
     drafter: str
@@ -108,7 +108,7 @@ def row_of(
     rule: str | None = None,
     lossless: bool = True,
     seed: int = 0,
-) -> Row:
+) -> ResultRow:
     """Return the row of one variant at one temperature and batch size; speeds and the speedup are medians over repeats.
 
     Args:
@@ -123,7 +123,7 @@ def row_of(
     draft = sum(cell.draft_seconds for cell in speculative) / seconds
     verify = sum(cell.verify_seconds for cell in speculative) / seconds
     texts = [text for cell in speculative for text in cell.texts]
-    row: Row = {
+    row: ResultRow = {
         "drafter": spec["drafter"],
         "drafter_type": drafter_type,
         "policy": spec["policy"],
@@ -239,7 +239,7 @@ Guard = dict[str, str]
 """A result that is wrong or unfair: `guard` names the kind, `message` the case."""
 
 
-class Sample(TypedDict):
+class TextSample(TypedDict):
     """A decoded text of the report, by round and token."""
 
     prompt: str
@@ -260,13 +260,13 @@ class Evaluation:
     """A measurement, which `eval.json` stores; docs/guide/evaluate.md has its schema."""
 
     settings: Settings
-    rows: list[Row]
+    rows: list[ResultRow]
     environment: dict[str, Any]
     notes: list[str] = field(default_factory=list)
     guards: list[Guard] = field(default_factory=list)
     measurements: list[Series] = field(default_factory=list)
     """The numbers from which rows are computed, for comparisons prompt by prompt."""
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[TextSample] = field(default_factory=list)
     identity: dict[str, Any] = field(default_factory=dict)
     plain: PlainSpeeds | None = None
     server: list[ServerRow] = field(default_factory=list)
@@ -310,7 +310,7 @@ class StoredEvaluation(TypedDict):
     """The content of an `eval.json` that is read back."""
 
     settings: StoredSettings
-    rows: list[Row]
+    rows: list[ResultRow]
     environment: StoredEnvironment
     notes: list[str]
     guards: list[Guard]

@@ -115,7 +115,7 @@ LEAST_LOG = -80.0
 """Lower bound of the log-probability of the text's token: rounding may let top-k or top-p cut a sampled token."""
 
 
-class Rows(NamedTuple):
+class ChunkLogits(NamedTuple):
     """Logits of target and drafter for one chunk of positions, before any processor."""
 
     p_NV: Tensor
@@ -127,7 +127,7 @@ class Rows(NamedTuple):
     """The drafter's estimate of the probability that its token is accepted; None without such an estimate."""
 
 
-Measure = Callable[[Rows], dict[str, Tensor]]
+Measure = Callable[[ChunkLogits], dict[str, Tensor]]
 """Computes numbers [N] of a chunk by name."""
 Done = Callable[[float], None]
 PositionStats = dict[str, NDArray[np.float64]]
@@ -142,7 +142,7 @@ def acceptance_measure(processors: Processors) -> Measure:
     sure           the drafter's estimate that its token is accepted; max q if it makes none
     """
 
-    def measure(rows: Rows) -> dict[str, Tensor]:
+    def measure(rows: ChunkLogits) -> dict[str, Tensor]:
         labels_N1 = rows.labels_N[:, None]
         q_NV = processors.scores(rows.q_NV)
         q_log_N1 = q_NV.log_softmax(-1).gather(1, labels_N1)
@@ -247,13 +247,13 @@ def agreement_of(
     return stats
 
 
-def _blocks(rows: Rows) -> list[Rows]:
+def _blocks(rows: ChunkLogits) -> list[ChunkLogits]:
     """Return the rows in parts that fit a CPU's caches; on an accelerator all at once."""
     count = len(rows.labels_N)
     size = count if rows.p_NV.is_cuda else max(1, BLOCK // rows.p_NV.shape[1])
     sure = [None] * count if rows.sure_N is None else rows.sure_N.split(size)
     parts = (rows.p_NV, rows.q_NV, rows.labels_N)
-    return [Rows(*part) for part in zip(*(part.split(size) for part in parts), sure, strict=False)]
+    return [ChunkLogits(*part) for part in zip(*(part.split(size) for part in parts), sure, strict=False)]
 
 
 def signals_of(teacher: OnlineTeacher, texts: list[TargetText]) -> TeacherSignals:
@@ -317,7 +317,7 @@ def _rows(
     entry: DraftStates,
     signals: TeacherSignals,
     some: _Anchored,
-) -> Rows:
+) -> ChunkLogits:
     states_ND = entry.states_ND[some.states_N]
     p_NV, logits_ND = lm_head(signals.hidden_BTH[some.rows_N, some.positions_N]), entry.head(states_ND)
     known, q_NV = drafter.shared_vocabulary, logits_ND
@@ -328,7 +328,7 @@ def _rows(
         q_NV = fitted(q_NV, (known, p_NV.shape[1]))
     labels_N = signals.input_ids_BT[some.rows_N, some.positions_N + 1]
     sure_N = None if entry.confidence is None else entry.confidence(states_ND).sigmoid()
-    return Rows(p_NV, q_NV, labels_N, sure_N)
+    return ChunkLogits(p_NV, q_NV, labels_N, sure_N)
 
 
 def _along(table_AK: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -20,7 +20,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import AutoregressiveDrafter, DraftNetwork, NetworkDrafter
 from draftsmith.heads.base import Context, Level, TeacherSignals, unread
 from draftsmith.heads.initial_weights import final_states_of, silence, typical_sizes
-from draftsmith.heads.layers import Attend, Attention, DecoderLayer, Rope, layer_config, norm
+from draftsmith.heads.layers import Attend, DecoderLayer, Rope, SelfAttention, layer_config, norm
 from draftsmith.heads.lm_head import DraftVocabulary, weight_of
 from draftsmith.heads.model_config import text_config
 from draftsmith.heads.rows import Columns, Rows
@@ -32,7 +32,7 @@ class FirstLayer(nn.Module):
     def __init__(self, config: LlamaConfig, norm_before_residual: bool, qk_norm: bool) -> None:
         super().__init__()
         self.norm_before_residual = norm_before_residual
-        self.self_attn = Attention(config, 0, input_size=2 * config.hidden_size, qk_norm=qk_norm)
+        self.self_attn = SelfAttention(config, 0, input_size=2 * config.hidden_size, qk_norm=qk_norm)
         self.mlp = LlamaMLP(config)
         self.input_layernorm, self.hidden_norm = norm(config), norm(config)
         self.post_attention_layernorm = norm(config)

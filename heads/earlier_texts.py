@@ -77,7 +77,7 @@ class Situation:
 
 
 @dataclass
-class Row:
+class RememberedText:
     """A text and its last round."""
 
     text: SequenceState
@@ -130,13 +130,13 @@ class Recall(Hybrid):
         self.memory = NgramMemory()
         self._situations: dict[tuple[int, int], Situation] = {}
         self._drafter = Accepted()
-        self._rows: list[Row] = []
+        self._rows: list[RememberedText] = []
 
     def start(self, context: Context) -> None:
         for row in self._rows:
             self._learn(row)  # what was committed in the last round of earlier texts
         super().start(context)
-        self._rows = [Row(text, max(0, len(text.tokens) - 1 - PROMPT)) for text in context.texts]
+        self._rows = [RememberedText(text, max(0, len(text.tokens) - 1 - PROMPT)) for text in context.texts]
 
     def retrieve(self, row: int, room: int) -> Draft | None:
         length, match = self.retrieval.matched(row, room)
@@ -167,7 +167,9 @@ class Recall(Hybrid):
         super().drop(rows)
         self._rows = [self._rows[row] for row in rows]
 
-    def _prefers(self, row: Row, situation: tuple[int, int], known: Draft, expected: float, usual: float) -> bool:
+    def _prefers(
+        self, row: RememberedText, situation: tuple[int, int], known: Draft, expected: float, usual: float
+    ) -> bool:
         """Return whether to propose a known draft rather than what the row has so far; `_learn` counts the outcome.
 
         `situation`: what is expected of the known draft or where it is from, and the length of a draft.
@@ -180,7 +182,7 @@ class Recall(Hybrid):
         row.choices.append((seen, known.tokens, row.proposed))
         return seen.prefers_known(expected, usual)
 
-    def _learn(self, row: Row) -> None:
+    def _learn(self, row: RememberedText) -> None:
         """Read the tokens that were committed since the last round, and count what was accepted in it."""
         new = row.text.tokens[row.read :]
         if not new:

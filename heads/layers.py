@@ -69,7 +69,7 @@ def attention(q_BhTd: Tensor, k_BhSd: Tensor, v_BhSd: Tensor, mask: Tensor | Non
     return scaled_dot_product_attention(q_BhTd, k_BhSd, v_BhSd, mask, is_causal=causal, enable_gqa=grouped)
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Rotary self-attention.
 
     Args:
@@ -156,7 +156,7 @@ def selected(x_BTH: Tensor, read_Q: Tensor | slice) -> Tensor:
 
 
 class DecoderLayer(nn.Module):
-    """Llama's decoder layer; `norm_input=False` omits the first norm, as in EAGLE-1. For the others see `Attention`.
+    """Llama's decoder layer; `norm_input=False` omits the first norm, as in EAGLE-1. Others: see `SelfAttention`.
 
     `read_Q`: the positions whose outputs [B, Q, H] are returned; all others have keys and values only. None: all.
     `features_BCH`: not normed, their keys and values enter before those of all positions.
@@ -173,7 +173,7 @@ class DecoderLayer(nn.Module):
         centred: bool = False,
     ) -> None:
         super().__init__()
-        self.self_attn = Attention(config, layer, qk_norm=qk_norm, gated=gated, centred=centred)
+        self.self_attn = SelfAttention(config, layer, qk_norm=qk_norm, gated=gated, centred=centred)
         self.mlp = LlamaMLP(config)
         self.input_layernorm = norm(config, centred=centred) if norm_input else nn.Identity()
         self.post_attention_layernorm = norm(config, centred=centred)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode.sampling import Sampling
 from draftsmith.distill.draft_probabilities import at_least_float32
 from draftsmith.distill.teacher import OnlineTeacher
-from draftsmith.eval.teacher_forced import Rows, TargetText, agreement_of, sample_texts, signals_of, unrollable
+from draftsmith.eval.teacher_forced import ChunkLogits, TargetText, agreement_of, sample_texts, signals_of, unrollable
 from draftsmith.heads.autoregressive import NetworkDrafter
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.dflash import DFlash
@@ -176,7 +176,7 @@ class _Alphas:
         return np.concatenate(rows)
 
 
-def _alpha(rows: Rows) -> dict[str, Tensor]:
+def _alpha(rows: ChunkLogits) -> dict[str, Tensor]:
     p_NV, q_NV = (at_least_float32(logits_NV).softmax(-1) for logits_NV in (rows.p_NV, rows.q_NV))
     return {"alpha": torch.minimum(p_NV, q_NV).sum(-1)}
 

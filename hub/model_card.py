@@ -33,7 +33,7 @@ from draftsmith.storage import write_json, write_text
 from draftsmith.terminal import markdown_environment
 
 if TYPE_CHECKING:
-    from draftsmith.eval.results import Row, StoredEvaluation
+    from draftsmith.eval.results import ResultRow, StoredEvaluation
 
 TASK = "text-generation"
 LICENCE = re.compile(r"[a-z0-9][a-z0-9.\-]*")
@@ -52,7 +52,7 @@ def _card_data(
     licence: str | None,
     base_model: str | None,
     datasets: list[str],
-    rows: "list[Row]",
+    rows: "list[ResultRow]",
     prompts: str,
 ) -> ModelCardData:
     """Return the metadata of a card: `rows` are those over all prompts, whose name is `prompts`."""
@@ -72,7 +72,7 @@ def _card_data(
     )
 
 
-def _results(row: "Row", prompts: str) -> list[EvalResult]:
+def _results(row: "ResultRow", prompts: str) -> list[EvalResult]:
     conditions = f"T={row['temperature']:g}, {row['policy']}, batch {row['batch_size']}"
     named = (("speedup", "speedup", 3), ("tau", "acceptance length tau", 3), ("alpha", "acceptance rate alpha", 4))
     return [

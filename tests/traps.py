@@ -12,7 +12,7 @@ from typing import Any
 import draftsmith.heads.checkpoint
 import draftsmith.train.checkpoint
 import draftsmith.train.launch
-from draftsmith.train.trainer import Run
+from draftsmith.train.trainer import TrainingRun
 
 
 class Traps:
@@ -48,9 +48,9 @@ class Traps:
     @staticmethod
     def signal_at_step(step: int, number: int, rank: int, again_after: float | None = None) -> None:
         """As if sent in the middle of this step; `again_after`: seconds to a second one, in the same step."""
-        original = Run._accumulate
+        original = TrainingRun._accumulate
 
-        def accumulate(run: Run, indices: list[int], tokens: int, done: float) -> Any:
+        def accumulate(run: TrainingRun, indices: list[int], tokens: int, done: float) -> Any:
             if round(done * run.recipe.train.steps) + 1 == step and run.accelerator.process_index == rank:
                 os.kill(os.getpid(), number)
                 if again_after is not None:
@@ -58,7 +58,7 @@ class Traps:
                     os.kill(os.getpid(), number)
             return original(run, indices, tokens, done)
 
-        Run._accumulate = accumulate
+        TrainingRun._accumulate = accumulate
 
     @staticmethod
     def kill_at_step(step: int) -> None:
@@ -92,14 +92,14 @@ class Traps:
     @staticmethod
     def no_space(step: int, room: int) -> None:
         """From this step on, files larger than `room` bytes end there, as on a full disk."""
-        original = Run.step
+        original = TrainingRun.step
 
-        def run_step(run: Run, number: int) -> dict[str, Any]:
+        def run_step(run: TrainingRun, number: int) -> dict[str, Any]:
             if number + 1 == step:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
             return original(run, number)
 
-        Run.step = run_step
+        TrainingRun.step = run_step
 
     @staticmethod
     def tracker_fails(at: str) -> None:
@@ -116,11 +116,11 @@ class Traps:
         """Training must draw from torch alone, whose seed is a function of the step and the process."""
         import numpy
 
-        original = Run.train
+        original = TrainingRun.train
 
-        def train(run: Run) -> None:
+        def train(run: TrainingRun) -> None:
             before = random.getstate(), str(numpy.random.get_state())
             original(run)
             assert before == (random.getstate(), str(numpy.random.get_state()))
 
-        Run.train = train
+        TrainingRun.train = train

@@ -73,7 +73,7 @@ def train(recipe: Recipe) -> Path:
 
 def _run(recipe: Recipe, accelerator: Accelerator, folder: Path) -> None:
     """Train in all processes together."""
-    run = Run(recipe, accelerator, folder)
+    run = TrainingRun(recipe, accelerator, folder)
     with run.stopping:
         try:
             run.train()
@@ -93,7 +93,7 @@ def _run(recipe: Recipe, accelerator: Accelerator, folder: Path) -> None:
         leave(run.stopping.agreed)
 
 
-class Run:
+class TrainingRun:
     """A run's models, data and progress; `train` is the loop."""
 
     def __init__(self, recipe: Recipe, accelerator: Accelerator, folder: Path) -> None:

@@ -81,7 +81,7 @@ def _bias(layer: "T5Attention", distance_BQS: Tensor) -> Tensor:
 # Shapes: B rows, T source positions, H hidden size.
 
 
-class Encoded:
+class EncodedSources:
     """The encoder's output for the sources, and the cross-attention cache that the decoder computes from it once.
 
     Args:
@@ -140,7 +140,7 @@ class EncoderDecoderPasses(EagerPasses):
         native = Attention.of(model).native
         self._biased = [] if native else biased_layers(model.get_decoder())
         super().__init__(model, plan, cache)
-        self._encoded = Encoded(model, plan.sources, plan.encoded)
+        self._encoded = EncodedSources(model, plan.sources, plan.encoded)
 
     @property
     def _takes_positions(self) -> bool:

@@ -72,11 +72,11 @@ class Mixer:
 
         def read(*args: Any, **kwargs: Any) -> Any:
             arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
-            return self._read(Call(self._module, forward, arguments, self._cache), width, counts)
+            return self._read(MixerCall(self._module, forward, arguments, self._cache), width, counts)
 
         return self._module, read
 
-    def _read(self, call: "Call", width: int, counts: Counts | None) -> Any:
+    def _read(self, call: "MixerCall", width: int, counts: Counts | None) -> Any:
         inputs = call.inputs(len(self._committed), width)
         self._one_by_one = self._one_by_one or _reads_one_by_one(type(self._module), call, self._saved, inputs)
         if counts is not None:
@@ -98,7 +98,7 @@ class Mixer:
         self._last = last if before.equal else None
         return tree_map(lambda output: _taken(output, before, width), outputs)
 
-    def _read_committed(self, call: "Call", inputs: Inputs, width: int, counts: Counts) -> Any:
+    def _read_committed(self, call: "MixerCall", inputs: Inputs, width: int, counts: Counts) -> Any:
         """Read `counts` tokens of each row, after those that are read again, and save the states after them."""
         before, self._committed = self._committed, _none(counts)
         joined = {name: _joined(self._inputs.get(name), new, before) for name, new in inputs.items()}
@@ -106,7 +106,7 @@ class Mixer:
         outputs = self._advance(call, joined, (before + counts).values)
         return tree_map(lambda output: _taken(output, before, width), outputs)
 
-    def _read_singly(self, call: "Call", inputs: Inputs, width: int) -> Any:
+    def _read_singly(self, call: "MixerCall", inputs: Inputs, width: int) -> Any:
         """Read draft tokens one by one and keep the states after each."""
         outputs = []
         for place in range(width):
@@ -114,7 +114,7 @@ class Mixer:
             outputs.append(call(self._steps[-1], _columns(inputs, place, place + 1)))
         return _together(outputs)
 
-    def _advance(self, call: "Call", inputs: Inputs, lengths: list[int]) -> Any:
+    def _advance(self, call: "MixerCall", inputs: Inputs, lengths: list[int]) -> Any:
         """Read `lengths` inputs of each row, save the states after them and return the outputs [B, P, ...]."""
         width = max(value.shape[1] for value in inputs.values())
         if min(lengths) == width:
@@ -131,7 +131,7 @@ class Mixer:
             tree_map(partial(_write, rows), whole, outputs)
         return whole
 
-    def _continue(self, call: "Call", states: LinearAttentionLayer, inputs: Inputs, width: int) -> Any:
+    def _continue(self, call: "MixerCall", states: LinearAttentionLayer, inputs: Inputs, width: int) -> Any:
         """Read all inputs from `states`, which are updated."""
         if not self._one_by_one or not any(states.has_previous_state.values()):
             return call(states, inputs)
@@ -216,7 +216,7 @@ def replaced(methods: Sequence[Method]) -> Iterator[None]:
                     vars(module)["forward"] = forward
 
 
-class Call:
+class MixerCall:
     """A call of a mixer's forward method, whose inputs and states are replaced."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any], arguments: dict[str, Any], cache: Cache) -> None:
@@ -358,7 +358,7 @@ def _put(states: LinearAttentionLayer, new: LinearAttentionLayer, rows: list[int
 _ONE_BY_ONE: dict[type, bool] = {}
 
 
-def _reads_one_by_one(kind: type, call: Call, states: LinearAttentionLayer, inputs: Inputs) -> bool:
+def _reads_one_by_one(kind: type, call: MixerCall, states: LinearAttentionLayer, inputs: Inputs) -> bool:
     """Return whether mixers of this class continue from a state only with a single token. Checked once a class.
 
     Those of Mamba 1 begin several tokens with an empty recurrent state: then the output does not depend on it.

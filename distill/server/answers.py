@@ -252,7 +252,7 @@ class _Line(BaseModel):
 LINE = TypeAdapter(_Line)
 
 
-class Journal:
+class AnswerJournal:
     """The file of answers, as a context manager. Answers stay on disk and are read one at a time.
 
     Args:

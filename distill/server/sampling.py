@@ -22,8 +22,8 @@ from draftsmith.distill.server.answers import (
     KEPT,
     Accepts,
     Answer,
+    AnswerJournal,
     AnswerReader,
-    Journal,
     NoTokens,
     prompt_fields,
     read_answer,
@@ -168,7 +168,7 @@ def server_samples(
     with nullcontext() if rows.exists() else hold_cache(folder):
         if not rows.exists():
             require_client()
-            with Journal(folder / ANSWERS, sampler.described()) as journal:
+            with AnswerJournal(folder / ANSWERS, sampler.described()) as journal:
                 run = _Run(sampler, questions, journal, say)
                 for other in sorted(folder.parent.glob(f"*/{ANSWERS}")) if cached else ():
                     journal.copy(other, set(run.numbers))
@@ -181,7 +181,7 @@ class _Run:
     """The conversations of one call, and their answers."""
 
     def __init__(
-        self, sampler: ServerSampler, questions: Dataset, journal: Journal, say: Callable[[str], None]
+        self, sampler: ServerSampler, questions: Dataset, journal: AnswerJournal, say: Callable[[str], None]
     ) -> None:
         self.sampler, self.questions, self.journal, self.say = sampler, questions, journal, say
         self.numbers = question_numbers(questions)

@@ -13,7 +13,7 @@ from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sampling import Sampling
 from draftsmith.eval.lossless.greedy import Divergence, GreedyCheck, check_greedy
 from draftsmith.eval.lossless.hypotheses import ALL_TOKENS, JOINT, POWER, SamplingCheck
-from draftsmith.eval.lossless.sampling import Done, Plan, check_sampling
+from draftsmith.eval.lossless.sampling import Done, SamplingJob, check_sampling
 from draftsmith.eval.prompts import Prompt
 from draftsmith.eval.settings import PairSettings
 from draftsmith.heads.base import Drafter
@@ -158,8 +158,8 @@ def _target_alone(decoder: SpeculativeDecoder, prompts: list[Prompt], done: Done
     return texts
 
 
-def _plan(prompts: list[Prompt], settings: CheckSettings, temperature: float) -> Plan:
-    return Plan(prompts, Sampling(temperature, settings.top_k, settings.top_p), settings.tokens, settings.seed)
+def _plan(prompts: list[Prompt], settings: CheckSettings, temperature: float) -> SamplingJob:
+    return SamplingJob(prompts, Sampling(temperature, settings.top_k, settings.top_p), settings.tokens, settings.seed)
 
 
 def _work(decoders: dict, prompts: list[Prompt], settings: CheckSettings) -> int:

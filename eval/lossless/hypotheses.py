@@ -43,7 +43,7 @@ class Test:
 
 
 @dataclass(frozen=True)
-class Sample:
+class RuleSample:
     """Texts sampled with one rule: their tests and counts."""
 
     tests: list[Test]
@@ -65,11 +65,11 @@ class SamplingCheck:
     verdict: Literal["lossless", "lossy", "inconclusive"]
     level: float
     """Probability that a lossless rule is called lossy, over all tests."""
-    rule: Sample
-    control: Sample
+    rule: RuleSample
+    control: RuleSample
 
 
-def judged(honest: Sample, control: Sample, level: float, *, lossless: bool = True) -> SamplingCheck:
+def judged(honest: RuleSample, control: RuleSample, level: float, *, lossless: bool = True) -> SamplingCheck:
     """Return both samples with the verdict; `lossless`: whether the rule is known to be."""
     if honest.rejects(level):
         verdict = "lossy"

@@ -25,7 +25,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.eval.lossless.hypotheses import (
     ALL_TOKENS,
     JOINT,
-    Sample,
+    RuleSample,
     SamplingCheck,
     Test,
     adjusted,
@@ -74,7 +74,7 @@ def lossy(rule: Rule | None, seed: int = 0) -> VerifyBatch:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SamplingJob:
     """Settings of one sampling job: prompts, sampling settings, number of tokens, and seed."""
 
     prompts: list[Prompt]
@@ -99,7 +99,7 @@ class Plan:
 
 
 def check_sampling(
-    target: PreTrainedModel, decoder: SpeculativeDecoder, plan: Plan, level: float, done: Done
+    target: PreTrainedModel, decoder: SpeculativeDecoder, plan: SamplingJob, level: float, done: Done
 ) -> SamplingCheck:
     """Sample with the decoder's rule and with the control, and apply the same tests to both."""
     honest = sample(target, decoder, plan, level, done)
@@ -110,11 +110,11 @@ def check_sampling(
 def sample(
     target: PreTrainedModel,
     decoder: SpeculativeDecoder,
-    plan: Plan,
+    plan: SamplingJob,
     level: float,
     done: Done,
     change: VerifyBatch | None = None,
-) -> Sample:
+) -> RuleSample:
     """Sample with the decoder's rule, or with `change` instead, and apply every test."""
     rule, p = decoder.rule, SampledTarget(target, plan.sampling)
     watch = Watch(rule, plan.seed)
@@ -126,7 +126,7 @@ def sample(
         decoder.rule = rule
     tests = adjusted(_tests(texts, watch, joint, level / TESTS))
     assert len(tests) == TESTS
-    return Sample(tests, sum(map(len, texts.u)), texts.tolerance, texts.drafted)
+    return RuleSample(tests, sum(map(len, texts.u)), texts.tolerance, texts.drafted)
 
 
 def _tests(texts: "Texts", watch: "Watch", joint: Test, level: float) -> list[Test]:
@@ -178,7 +178,7 @@ class Texts:
         self.drafted += sum(record.drafted for record in output.rounds)
 
 
-def draw_texts(target: SampledTarget, decoder: SpeculativeDecoder, plan: Plan, done: Done) -> Texts:
+def draw_texts(target: SampledTarget, decoder: SpeculativeDecoder, plan: SamplingJob, done: Done) -> Texts:
     """Sample at least `plan.tokens` tokens in texts of up to 64, cycling through the prompts, and transform them."""
     texts, v = Texts(), torch.Generator().manual_seed(plan.seed)
     jobs = _jobs(target.model, plan)
@@ -195,7 +195,7 @@ def draw_texts(target: SampledTarget, decoder: SpeculativeDecoder, plan: Plan, d
     return texts
 
 
-def _jobs(model: PreTrainedModel, plan: Plan) -> list[tuple[Prompt, int]]:
+def _jobs(model: PreTrainedModel, plan: SamplingJob) -> list[tuple[Prompt, int]]:
     """Return prompts with a seed each, grouped by prompt, so that one pass reads a group."""
     limit, tokens, jobs = context_limit(model.config), 0, []
     for number, place in enumerate(cycle(range(len(plan.prompts)))):
@@ -240,7 +240,7 @@ def pairs(u_T: Tensor, output: DecodeOutput) -> Tensor:
 
 
 def continuations_test(
-    target: SampledTarget, decoder: SpeculativeDecoder, plan: Plan, level: float, done: Done
+    target: SampledTarget, decoder: SpeculativeDecoder, plan: SamplingJob, level: float, done: Done
 ) -> Test:
     """Sample the first `DEPTH` tokens after one prompt many times, and test them against their exact probabilities.
 

@@ -20,7 +20,7 @@ from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.conversation import Asked, text_seed
 from draftsmith.distill.data_section import DataSection, server_section
 from draftsmith.distill.detokenize import text_after
-from draftsmith.distill.server.answers import CUT, STOPPED, Answer, Journal, NoTokens, Place, bare, prompt_fields
+from draftsmith.distill.server.answers import CUT, STOPPED, Answer, AnswerJournal, NoTokens, Place, bare, prompt_fields
 from draftsmith.distill.server.client import RequestFailed, ServerClient
 from draftsmith.distill.server.probe import check_server
 from draftsmith.distill.server.sampling import ServerSampler, request_seed, together
@@ -43,7 +43,7 @@ PROBED = 96
 
 
 @dataclass(frozen=True)
-class Request:
+class ServedRequest:
     """A prompt, and how it is to be continued. `place` identifies it in the journal."""
 
     place: Place
@@ -73,7 +73,9 @@ class Said:
 class ServedModel:
     """A server that continues prompts; `journal`, a context manager, holds the file of its answers."""
 
-    def __init__(self, sampler: ServerSampler, context: int | None, journal: Journal, ends: frozenset[int]) -> None:
+    def __init__(
+        self, sampler: ServerSampler, context: int | None, journal: AnswerJournal, ends: frozenset[int]
+    ) -> None:
         self.sampler, self.context, self.chat = sampler, context, sampler.chat
         self.journal, self._ends = journal, ends
 
@@ -108,7 +110,7 @@ class ServedModel:
                 return await _with_fields(sampler, client, prompts[0], settings), served.context
 
         sampler, context = asyncio.run(ask())
-        return cls(sampler, context, Journal(file, sampler.described()), chat.ends)
+        return cls(sampler, context, AnswerJournal(file, sampler.described()), chat.ends)
 
     def expressible(self, prompt: list[int]) -> bool:
         """Return whether the server can be asked with these tokens: some take only text."""
@@ -118,7 +120,7 @@ class ServedModel:
             return False
         return True
 
-    def say(self, requests: Sequence[Request], *, at_once: int = 1, done: Done = lambda _: None) -> list[Said]:
+    def say(self, requests: Sequence[ServedRequest], *, at_once: int = 1, done: Done = lambda _: None) -> list[Said]:
         """Return the continuations of all requests, asking for those that are not stored.
 
         Raises:
@@ -131,7 +133,7 @@ class ServedModel:
             asyncio.run(self._complete(pending, at_once, done))
         return [self._read(request) for request in requests]
 
-    async def _complete(self, pending: list[Request], at_once: int, done: Done) -> None:
+    async def _complete(self, pending: list[ServedRequest], at_once: int, done: Done) -> None:
         todo = iter(pending)
 
         async def work() -> None:
@@ -157,7 +159,7 @@ class ServedModel:
         if answer.finish == CUT and not (answer.text or answer.tokens or answer.usage.get("completion_tokens")):
             raise ConfigError(f"{where} answers without a token; expected as many as it is asked for")
 
-    def _read(self, request: Request) -> Said:
+    def _read(self, request: ServedRequest) -> Said:
         answer = self.journal.get(request.place)
         assert answer is not None, "every request was answered"
         if answer.tokens and answer.tokens[-1] in self._ends:
@@ -216,7 +218,7 @@ class Local:
     chat: Chat
     seed: int
 
-    def say(self, requests: Sequence[Request], *, done: Done = lambda _: None) -> list[Said]:
+    def say(self, requests: Sequence[ServedRequest], *, done: Done = lambda _: None) -> list[Said]:
         """Return its own greedy continuations."""
         decoder, ends, said = SpeculativeDecoder(self.model), sorted(self.chat.ends) or None, list[Said]()
         for request in requests:
@@ -230,7 +232,7 @@ class Local:
         shown = tokens[:-1] if ended else tokens
         return Said(bare(text_after(self.chat.tokenizer, prompt, shown)), shown, ended)
 
-    def differences(self, request: Request, theirs: Said, own: Said, slack: float = 0.0) -> list[Divergence]:
+    def differences(self, request: ServedRequest, theirs: Said, own: Said, slack: float = 0.0) -> list[Divergence]:
         """Return where an answer is not its own, judged; `slack`: a gap of logits that is no bug."""
         prompt = Prompt(f"#{request.place[1] + 1}", "", request.prompt)
         tokens, alone, ended, ends = theirs.tokens, list(own.tokens or ()), own.ended, sorted(self.chat.ends)[:1]
@@ -244,7 +246,7 @@ class Local:
         return divergences(self.model, prompt, tokens, [*alone, *(ends if ended else [])], slack=slack)
 
     def tests(
-        self, requests: list[list[Request]], greedy: Sequence[String], sampling: Sampling, *, tokens: bool
+        self, requests: list[list[ServedRequest]], greedy: Sequence[String], sampling: Sampling, *, tokens: bool
     ) -> tuple[Tests, float]:
         """Return tests of answers to sampled requests, by context, and the tolerance of p.
 
@@ -291,10 +293,10 @@ class Baseline:
 
     server: ServedModel
 
-    def say(self, requests: Sequence[Request], *, done: Done = lambda _: None) -> list[Said]:
+    def say(self, requests: Sequence[ServedRequest], *, done: Done = lambda _: None) -> list[Said]:
         return self.server.say(requests, done=done)
 
-    def differences(self, request: Request, theirs: Said, own: Said, slack: float = 0.0) -> list[Divergence]:
+    def differences(self, request: ServedRequest, theirs: Said, own: Said, slack: float = 0.0) -> list[Divergence]:
         """Judge the first difference by what this server draws there at a low temperature."""
         if theirs.same(own):
             return []
@@ -305,10 +307,10 @@ class Baseline:
         kind = "near tie" if self._draws(request, theirs, ours, place) else "bug"
         return [Divergence(f"#{request.place[1] + 1}", place, first, second, None, None, WARM_GAP, kind)]
 
-    def _tokens(self, request: Request, text: Said) -> list[int]:
+    def _tokens(self, request: ServedRequest, text: Said) -> list[int]:
         return self.server.chat.response(request.prompt, text.text, "answer") if text.tokens is None else text.tokens
 
-    def _draws(self, request: Request, theirs: Said, ours: list[int], place: int) -> bool:
+    def _draws(self, request: ServedRequest, theirs: Said, ours: list[int], place: int) -> bool:
         """Return whether this server draws the token at `place` of an answer, too."""
         prompt = [*request.prompt, *ours[:place]]
         if not self.server.expressible(prompt):
@@ -325,7 +327,7 @@ class Baseline:
         return sum(bool(text.text) and rest.startswith(text.text) for text in drawn) >= SEEN
 
     def tests(
-        self, requests: list[list[Request]], greedy: Sequence[String], sampling: Sampling, *, tokens: bool
+        self, requests: list[list[ServedRequest]], greedy: Sequence[String], sampling: Sampling, *, tokens: bool
     ) -> tuple[Tests, float]:
         said = [self.server.say(of_context, at_once=AT_ONCE) for of_context in requests]
         drawn = [[string(text, -1, tokens=tokens) for text in texts] for texts in said]

@@ -25,7 +25,7 @@ from draftsmith.distill.server.probe import check_server, check_temperatures
 from draftsmith.distill.server.sampling import ServerSampler
 from draftsmith.errors import ConfigError, DraftsmithError, reason_of
 from draftsmith.eval.journal import BATCH, Journal, Numbers
-from draftsmith.eval.prompts import Batch, Prompt, batches
+from draftsmith.eval.prompts import Prompt, PromptBatch, batches
 from draftsmith.eval.settings import Settings, Variant
 from draftsmith.metrics import Series, as_series
 from draftsmith.provenance import environment
@@ -218,7 +218,9 @@ class ServerRun:
         seed = self.settings.seed + 10_007 * repeat
         return ServerSampler(data, self.chat, seed, self.context, self.settings.target)
 
-    async def batch(self, sampler: ServerSampler, client: ServerClient, group: Batch, unit: int) -> tuple[int, float]:
+    async def batch(
+        self, sampler: ServerSampler, client: ServerClient, group: PromptBatch, unit: int
+    ) -> tuple[int, float]:
         """Return the tokens and the seconds of a batch: all its prompts at a time, turn by turn.
 
         The first token of an answer is no round's, and does not count; the seconds are those of whole requests.
@@ -246,7 +248,7 @@ class _Asked:
     sampler: ServerSampler
     routes: CounterRoutes
 
-    async def numbers(self, temperature: float, repeat: int, unit: int, group: Batch) -> Numbers:
+    async def numbers(self, temperature: float, repeat: int, unit: int, group: PromptBatch) -> Numbers:
         """Return a batch's tokens and seconds, and the engine's counts."""
         asking = replace(self.run.sampler(temperature, repeat), accepts=self.sampler.accepts)
         before = await settled(self.routes)

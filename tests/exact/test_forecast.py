@@ -15,7 +15,7 @@ from draftsmith.decode.rules import RULES
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence, Stops
 from draftsmith.eval.forecast.expected_rounds import NotPredicted, accepted
-from draftsmith.eval.teacher_forced import PositionStats, Rows, TargetText, acceptance_measure
+from draftsmith.eval.teacher_forced import ChunkLogits, PositionStats, TargetText, acceptance_measure
 
 PROMPT = (0, 3)
 PAIRS = 2
@@ -79,7 +79,7 @@ class Pair:
                     seen = (*tokens[: root + 1], 5 + k)  # as ToyDrafter tells depths apart
                 label = tokens[root + 1 + k]
                 p_1V, q_1V = self.target.logits(tokens[: root + 1 + k])[None], self.drafter.model.logits(seen)[None]
-                rows = Rows(p_1V, q_1V, torch.tensor([label]), None)
+                rows = ChunkLogits(p_1V, q_1V, torch.tensor([label]), None)
                 for name, value in measure(rows).items():
                     tables[name][anchor, k] = float(value)
         return tables

@@ -19,7 +19,7 @@ from draftsmith.decode.profiling import measure_costs
 from draftsmith.decode.sampling import Sampling
 from draftsmith.eval.lossless.check import ALPHA
 from draftsmith.eval.lossless.greedy import check_greedy
-from draftsmith.eval.lossless.sampling import Plan, check_sampling
+from draftsmith.eval.lossless.sampling import SamplingJob, check_sampling
 from draftsmith.eval.prompts import Prompt
 from draftsmith.heads import Medusa
 from draftsmith.heads.retrieval import Hybrid, SuffixRetrieval
@@ -162,7 +162,7 @@ def test_sampled_texts_are_draws_from_the_target(name: str, policy: str, target:
     """
     decoder = SpeculativeDecoder(target, make_drafter(name, target), policy=policy)
     prompts = [Prompt(str(number), "all", prompt) for number, prompt in enumerate(PROMPTS)]
-    plan = Plan(prompts, Sampling(1.0), tokens=1500, seed=0)
+    plan = SamplingJob(prompts, Sampling(1.0), tokens=1500, seed=0)
     found = check_sampling(target, decoder, plan, ALPHA, lambda _: None)
     assert found.verdict != "lossy"
     if name == "draft_model":

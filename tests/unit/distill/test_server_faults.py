@@ -16,7 +16,7 @@ from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.conversation import question_numbers
 from draftsmith.distill.data_section import DataSection, ServerSection
 from draftsmith.distill.server import client, sampling
-from draftsmith.distill.server.answers import Journal
+from draftsmith.distill.server.answers import AnswerJournal
 from draftsmith.distill.server.probe import check_server
 from draftsmith.distill.server.sampling import ServerSampler, request_seed, server_samples
 from draftsmith.errors import ConfigError, DraftsmithError
@@ -125,9 +125,9 @@ def test_nothing_is_asked_twice_after_an_interruption(
     stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Interrupted after each answer, with a torn last line; with faults in both calls."""
-    asked, original = questions(stop), Journal.add
+    asked, original = questions(stop), AnswerJournal.add
 
-    def interrupted(self: Journal, place: Any, answer: Any) -> None:
+    def interrupted(self: AnswerJournal, place: Any, answer: Any) -> None:
         if len(self) == stop:
             self._file.write(b'{"place": [0,')
             raise KeyboardInterrupt
@@ -135,7 +135,7 @@ def test_nothing_is_asked_twice_after_an_interruption(
 
     with Engine(fault=some_fail("broken", stop)).running() as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(Journal, "add", interrupted)
+            patch.setattr(AnswerJournal, "add", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 sample(engine, tmp_path / "s", asked, concurrency=1)
         stored = [

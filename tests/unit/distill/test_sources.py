@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.distill.chat_template import Chat, Encoded, template_text
+from draftsmith.distill.chat_template import Chat, EncodedText, template_text
 from draftsmith.distill.sources import conversation, read_source
 from draftsmith.errors import ConfigError
 
@@ -331,7 +331,7 @@ def test_text_that_begins_or_ends_with_special_tokens_has_them_once() -> None:
         assert Chat(tokenizer).plain(text) == [bos, *ab]
         assert Chat(tokenizer).encode(conversation("f:1", {"text": text + text}), 2)[0].input_ids[:3] == [bos, *ab]
     (found,) = Chat(tokenizer).encode(conversation("f:1", twice), 9)
-    assert found == Encoded([bos, bos, *ab, *cd, eos], [[4, 7]])
+    assert found == EncodedText([bos, bos, *ab, *cd, eos], [[4, 7]])
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
@@ -508,7 +508,7 @@ def test_the_shipped_template_of_vicuna(tiny_tokenizer: PreTrainedTokenizerFast)
 
 def test_tokens_as_they_were_sampled_are_taken_as_they_are(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     row = {"prompt": "ab", "response": "cd", "input_ids": [9, 8, 7], "spans": [[1, 3]]}
-    assert Chat(tiny_tokenizer).encode(conversation("f:1", row), 9) == [Encoded([9, 8, 7], [[1, 3]])]
+    assert Chat(tiny_tokenizer).encode(conversation("f:1", row), 9) == [EncodedText([9, 8, 7], [[1, 3]])]
     other = Chat(tiny_tokenizer).encode(conversation("f:1", {**row, "tokenizer": "another's"}), 9)
     assert shown(tiny_tokenizer, other[0].input_ids) == "abcd."
     for tokens, spans in (([9, 63, 8], [[1, 3]]), ([9, 8, 95], [[1, 2]]), ([9, 70, 95], [])):  # 64 to 95 are padding
@@ -516,7 +516,7 @@ def test_tokens_as_they_were_sampled_are_taken_as_they_are(tiny_tokenizer: PreTr
             conversation("f:1", {**row, "input_ids": tokens, "spans": [[1, 3]]}), 9
         )
         masked = sum(token > 63 for token in tokens)
-        assert padded == ([Encoded(tokens, spans, masked)] if spans else [])
+        assert padded == ([EncodedText(tokens, spans, masked)] if spans else [])
     for token, size in ((64, None), (96, 96), (-1, 96)):
         with pytest.raises(ConfigError, match=rf"f:1: input_ids=\[9, {token}, 8\]; expected token ids below"):
             Chat(tiny_tokenizer, vocab_size=size).encode(conversation("f:1", {**row, "input_ids": [9, token, 8]}), 9)

@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike
 
 from draftsmith.decode.sequence import Round
 from draftsmith.metrics import (
-    Draws,
+    Resamples,
     Series,
     acceptance_at,
     alpha,
@@ -116,7 +116,7 @@ def test_a_slow_repeat_of_the_machine_widens_nothing() -> None:
 
 
 def test_draws_by_hand() -> None:
-    draws = Draws(np.array([[0, 0], [1, 0]]), np.array([[[0, 1], [1, 1]], [[1, 0], [0, 0]]]))
+    draws = Resamples(np.array([[0, 0], [1, 0]]), np.array([[[0, 1], [1, 1]], [[1, 0], [0, 0]]]))
     assert draws.totals([[1.0, 2.0], [10.0, 20.0]]).tolist() == [[1 + 2, 2 + 2], [20 + 1, 10 + 1]]
     base, spec = (series(np.full((2, 2), rate), 1, 1) for rate in (1, 3))
     assert resampled_speedups(base, spec, draws).tolist() == [3.0, 3.0]
@@ -125,7 +125,7 @@ def test_draws_by_hand() -> None:
 
 def test_a_resample_takes_the_median_over_repeats_as_the_speedup_does() -> None:
     """Three repeats of one unit, whose ratios are 1, 2 and 9."""
-    draws = Draws(np.array([[0]]), np.array([[[0, 1, 2]]]))
+    draws = Resamples(np.array([[0]]), np.array([[[0, 1, 2]]]))
     base, spec = series(np.ones((1, 3)), 1, 1), series([[1.0, 2.0, 9.0]], 1, 1)
     assert resampled_speedups(base, spec, draws).tolist() == [2.0]
     assert speedup(base, spec) == 2.0

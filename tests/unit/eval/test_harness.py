@@ -12,7 +12,7 @@ from draftsmith.distill.sources import Conversation
 from draftsmith.errors import ConfigError
 from draftsmith.eval.baseline import compare_with_generate
 from draftsmith.eval.evaluation import evaluate
-from draftsmith.eval.harness import Run
+from draftsmith.eval.harness import EvaluationRun
 from draftsmith.eval.journal import Place
 from draftsmith.eval.prompts import Prompt
 from draftsmith.eval.settings import BASELINE, Settings
@@ -52,13 +52,13 @@ def prompts(tiny_tokenizer: PreTrainedTokenizerFast) -> list[Prompt]:
 
 
 @pytest.fixture
-def run(tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, prompts: list[Prompt]) -> Run:
-    found = Run(tiny_target, {"d": DraftModel(make_llama(seed=1))}, prompts, SETTINGS, tiny_tokenizer)
+def run(tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, prompts: list[Prompt]) -> EvaluationRun:
+    found = EvaluationRun(tiny_target, {"d": DraftModel(make_llama(seed=1))}, prompts, SETTINGS, tiny_tokenizer)
     found.measure(progress=False)
     return found
 
 
-def test_later_turns_follow_the_baselines_answers(run: Run, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_later_turns_follow_the_baselines_answers(run: EvaluationRun, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     """In every arm, at each temperature and in each repeat: the drafter's own sampled answer is never read."""
     for temperature in (0.0, 1.0):
         for repeat in range(2):
@@ -97,7 +97,7 @@ def test_batches_decode_what_each_prompt_gives_alone(
 ) -> None:
     prompts = [_prompt(name, tiny_tokenizer, name * 3, category="x" if name > "c" else "y") for name in "abcde"]
     settings = replace(SETTINGS, batch_sizes=(1, 2), repeats=1)
-    run = Run(tiny_target, {"d": DraftModel(make_llama(seed=1))}, prompts, settings, tiny_tokenizer)
+    run = EvaluationRun(tiny_target, {"d": DraftModel(make_llama(seed=1))}, prompts, settings, tiny_tokenizer)
     run.measure(progress=False)
     for temperature in (0.0, 1.0):
         texts = [
@@ -115,8 +115,8 @@ def test_batches_decode_what_each_prompt_gives_alone(
 def test_draft_lengths_that_a_drafter_does_not_reach(tiny_target: LlamaForCausalLM, prompts: list[Prompt]) -> None:
     drafters = {"d": Medusa.from_target(tiny_target, num_heads=2)}
     with pytest.raises(ConfigError, match="draft_length=3; expected at most 2"):
-        Run(tiny_target, drafters, prompts[1:], replace(SETTINGS, draft_lengths=(3,)))
-    run = Run(tiny_target, drafters, prompts[1:], replace(SETTINGS, draft_lengths=(1, 3)))
+        EvaluationRun(tiny_target, drafters, prompts[1:], replace(SETTINGS, draft_lengths=(3,)))
+    run = EvaluationRun(tiny_target, drafters, prompts[1:], replace(SETTINGS, draft_lengths=(1, 3)))
     assert run.plans == {"d": [{"draft_length": 1}]}
     assert run.left_out == ["d at gamma=3: it proposes at most 2 tokens."]
 
@@ -164,7 +164,7 @@ def test_earlier_texts_are_forgotten_before_they_are_decoded_again(
     prompts = [_prompt(name, tiny_tokenizer, name * 3) for name in "abcab"]
     prompts = [replace(prompt, id=f"{number}") for number, prompt in enumerate(prompts)]
     settings = replace(SETTINGS, draft_lengths=(), temperatures=(0.0,), repeats=3, max_new_tokens=24)
-    run = Run(tiny_target, {"d": Recall(min_match=2)}, prompts, settings, tiny_tokenizer)
+    run = EvaluationRun(tiny_target, {"d": Recall(min_match=2)}, prompts, settings, tiny_tokenizer)
     run.measure(progress=False)
     rounds = [
         [text.decode_rounds for cell in run.cells(arm, 0.0, 1) if cell.repeat == repeat for text in cell.texts]
@@ -175,4 +175,6 @@ def test_earlier_texts_are_forgotten_before_they_are_decoded_again(
     assert rounds[0] == rounds[1] == rounds[2]
     assert sum(rounds[0][3:]) < sum(rounds[0][:2]), "texts of other prompts are remembered"
     with pytest.raises(ConfigError, match="memory=on, with 2 draft lengths and policies; expected one"):
-        Run(tiny_target, {"d": Recall(DraftModel(make_llama(1)))}, prompts, replace(settings, draft_lengths=(1, 2)))
+        EvaluationRun(
+            tiny_target, {"d": Recall(DraftModel(make_llama(1)))}, prompts, replace(settings, draft_lengths=(1, 2))
+        )

@@ -16,8 +16,8 @@ from draftsmith.decode.rules import RULES, VerifyBatch
 from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.verification import verify
 from draftsmith.eval.lossless.greedy import read
-from draftsmith.eval.lossless.hypotheses import ALL_TOKENS, Sample
-from draftsmith.eval.lossless.sampling import Plan, check_sampling, sample
+from draftsmith.eval.lossless.hypotheses import ALL_TOKENS, RuleSample
+from draftsmith.eval.lossless.sampling import SamplingJob, check_sampling, sample
 from draftsmith.eval.prompts import Prompt
 from draftsmith.heads.draft_model import DraftModel
 
@@ -36,9 +36,9 @@ def decoder(
 
 def drawn(
     change: VerifyBatch | None = None, tokens: int = 1000, seed: int = 0, policy: str = "chain:draft_length=3"
-) -> Sample:
+) -> RuleSample:
     target, speculative = decoder(policy)
-    plan = Plan(PROMPTS, Sampling(1.0), tokens, seed)
+    plan = SamplingJob(PROMPTS, Sampling(1.0), tokens, seed)
     result = sample(target, speculative, plan, LEVEL, lambda _: None, change)
     assert speculative.rule is None, "the decoder is left as it was"
     return result
@@ -103,7 +103,7 @@ def test_another_target_is_found_though_the_rule_is_right() -> None:
     other = make_llama()
     with torch.no_grad():
         other.lm_head.weight.mul_(1.3)
-    result = sample(other, speculative, Plan(PROMPTS, Sampling(1.0), 1000, 0), LEVEL, lambda _: None)
+    result = sample(other, speculative, SamplingJob(PROMPTS, Sampling(1.0), 1000, 0), LEVEL, lambda _: None)
     found = {test.name for test in result.rejects(LEVEL)}
     assert ALL_TOKENS in found
     assert not any("q/p" in name or "accepted" in name for name in found)
@@ -111,10 +111,10 @@ def test_another_target_is_found_though_the_rule_is_right() -> None:
 
 def test_tokens_that_a_cut_forbids_are_found() -> None:
     target, speculative = decoder()
-    cut = Plan(PROMPTS, Sampling(1.0, top_k=3), 600, 0)
+    cut = SamplingJob(PROMPTS, Sampling(1.0, top_k=3), 600, 0)
     assert not sample(target, speculative, cut, LEVEL, lambda _: None).rejects(LEVEL)
 
-    class Uncut(Plan):
+    class Uncut(SamplingJob):
         def settings(self, tokens: int) -> dict[str, object]:
             return {**super().settings(tokens), "top_k": None}
 
@@ -124,7 +124,7 @@ def test_tokens_that_a_cut_forbids_are_found() -> None:
 
 def test_verdicts_follow_from_rule_and_control() -> None:
     target, speculative = decoder()
-    plan = Plan(PROMPTS, Sampling(0.8, top_p=0.95), 600, 1)
+    plan = SamplingJob(PROMPTS, Sampling(0.8, top_p=0.95), 600, 1)
     checked = check_sampling(target, speculative, plan, LEVEL, lambda _: None)
     assert checked.verdict == "lossless"
     assert checked.control.rejects(LEVEL)
