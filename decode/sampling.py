@@ -19,7 +19,7 @@ from transformers import (
 from transformers import TopKLogitsWarper as TopK
 from transformers import TopPLogitsWarper as TopP
 
-from draftsmith.config import LARGEST_SEED
+from draftsmith.config import COLDEST, HOTTEST, LARGEST_SEED, TEMPERATURES
 from draftsmith.decode.cache.committed import Contexts
 from draftsmith.errors import ConfigError, DraftsmithError
 
@@ -69,8 +69,6 @@ def _index_in_blocks(weights_xV: Tensor, uniform_x1: Tensor) -> Tensor:
 
 # Shapes: N rows of logits, V vocabulary.
 
-HOTTEST, COLDEST = 1e30, 1e-30
-"""The largest temperature, and the smallest one: logits divided by less may leave float32."""
 MakeContexts = Callable[[], Contexts]
 """Returns the tokens before each row of logits; called only when a processor reads them."""
 
@@ -116,11 +114,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.temperature != 0 and not COLDEST <= self.temperature <= HOTTEST:
-            raise ConfigError.of(
-                "temperature",
-                self.temperature,
-                f">= 0 (0 is greedy, others from {COLDEST:g} on) and at most {HOTTEST:g}",
-            )
+            raise ConfigError.of("temperature", self.temperature, TEMPERATURES)
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError.of("top_k", self.top_k, ">= 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:

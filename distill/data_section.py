@@ -124,7 +124,8 @@ class DataSection(Section):
 
 def server_section(**values: Any) -> ServerSection:
     """Return the section of these values, without those that are None; ConfigError for the first that is wrong."""
-    return section_of(ServerSection, "server.{}".format, **values)
+    given = {name: value for name, value in values.items() if value is not None}
+    return section_of(ServerSection, lambda path: f"server.{path[0]}", given)
 
 
 def require_address(key: str, address: str) -> None:

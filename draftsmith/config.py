@@ -1,10 +1,15 @@
-"""The base class of all recipe sections, the number types of their fields, and messages about wrong values."""
+"""The base class of recipe sections and of commands' settings, types of their fields, and messages about wrong values.
+
+A field is a recipe key, an option of a command (option_fields.py), or both: its docstring is the help, its type the
+check.
+"""
 
 import os.path
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from draftsmith.errors import ConfigError
@@ -38,32 +43,83 @@ Location = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path, whose leading `~` is replaced by the home folder, or a Hub id."""
 LARGEST_SEED = 2**32 - 1
 """Largest seed of the command line: seeds of single texts are computed from it and must fit into 64 bits."""
+Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED), BeforeValidator(no_truth_value)]
+HOTTEST, COLDEST = 1e30, 1e-30
+"""The largest temperature, and the smallest one: logits divided by less may leave float32."""
+TEMPERATURES = f">= 0 (0 is greedy, others from {COLDEST:g} on) and at most {HOTTEST:g}"
+
+
+def _temperature(value: float) -> float:
+    if value != 0 and not COLDEST <= value <= HOTTEST:
+        raise ValueError(TEMPERATURES)
+    return value
+
+
+def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(set(values)) < len(values):
+        raise ValueError("each only once")
+    return values
+
+
+Temperature = Annotated[Number, AfterValidator(_temperature)]
+Probability = Annotated[Number, Field(gt=0, le=1)]
+Distinct = AfterValidator(_distinct)
+"""For tuples: refuses a value that is given twice."""
 
 
 class Section(BaseModel):
     """Base class of all sections: frozen; unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+    options: ClassVar[tuple[str, ...]] = ()
+    """The fields that are options of its command; by default all."""
 
 
 AnySection = TypeVar("AnySection", bound=Section)
+FieldPath = tuple[str | int, ...]
+"""The names of a field and of the fields that hold its section."""
 
 
-def section_of(kind: type[AnySection], key: Callable[[str], str], **values: Any) -> AnySection:
-    """Return the section of these values, without those that are None.
+def section_of(kind: type[AnySection], key: Callable[[FieldPath], str], values: dict[str, Any]) -> AnySection:
+    """Return the section of these values.
 
     Raises:
-        ConfigError: for the first value that is wrong; `key` returns what its field is called for the user.
+        ConfigError: for the first value that is wrong; `key` returns what the field at a path is called for the user.
     """
     try:
-        return kind(**{name: value for name, value in values.items() if value is not None})
+        return kind.model_validate(values, context=lambda name: key((name,)))
     except ValidationError as error:
         problem = error.errors()[0]
         cause = problem.get("ctx", {}).get("error")
         if isinstance(cause, ConfigError):
             raise cause from None
-        name = key(".".join(map(str, problem["loc"][:1])))
-        raise ConfigError(f"{name}={problem['input']!r}; expected {expected(problem)}") from error
+        name, value = key(problem["loc"]), problem["input"]
+        if problem["type"] == "missing":
+            raise ConfigError(f"{name} is missing; expected {meaning(_field(kind, problem['loc']))}") from error
+        shown = value if name.startswith("--") and value and isinstance(value, str) else repr(value)
+        raise ConfigError(f"{name}={shown}; expected {expected(problem)}") from error
+
+
+def user_name(info: ValidationInfo, name: str) -> str:
+    """Return what a field is called for the user in messages of a validator; see `section_of`."""
+    return info.context(name) if info.context else name
+
+
+def section_in(field: FieldInfo) -> type[Section]:
+    """Return the section that a field holds, which may be optional."""
+    kinds = (field.annotation, *get_args(field.annotation))
+    return next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section))
+
+
+def _field(kind: type[Section], path: FieldPath) -> FieldInfo:
+    field = kind.model_fields[str(path[0])]
+    return field if len(path) == 1 else _field(section_in(field), path[1:])
+
+
+def meaning(field: FieldInfo) -> str:
+    """Return the first sentence about a field, as the end of a sentence."""
+    text = " ".join((field.description or "a value").split()).split(". ")[0].rstrip(".")
+    return text[0].lower() + text[1:]
 
 
 def expected(problem: ErrorDetails) -> str:
@@ -71,6 +127,8 @@ def expected(problem: ErrorDetails) -> str:
     bounds, kind = problem.get("ctx", {}), problem["type"]
     if kind.startswith(("model_type", "model_attributes_type")):
         return "a section with keys"
+    if kind == "string_too_short":
+        return "a string of at least one character"
     if kind == "string_too_long":
         return f"at most {bounds['max_length']} characters"
     for name, sign, bound in BOUNDS:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import sys
 from functools import cache
 from pathlib import Path
@@ -106,6 +107,15 @@ def check_drafter_name(name: str, key: str = "drafter") -> None:
     """Raise ConfigError, naming `key`, if a name begins as a local path does and no such folder exists."""
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
         raise ConfigError(f"{key}={name}; expected a local folder or a Hub id; there is no such folder")
+
+
+def require_free_port(host: str, port: int) -> None:
+    """Raise ConfigError if no server can listen at this address."""
+    try:
+        with socket.create_server((host, port)):
+            pass
+    except OSError as error:
+        raise ConfigError(f"port={port} at host={host}: {reason_of(error)}; expected another --port") from error
 
 
 def prompts_look_local(name: str) -> bool:

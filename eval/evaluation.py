@@ -12,16 +12,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.distill.detokenize import IncrementalText
-from draftsmith.errors import ConfigError
 from draftsmith.eval.harness import CALIBRATION, EvaluationRun
 from draftsmith.eval.journal import ACCEPTED, BONUS, CORRECTION, JOURNAL, KEPT, OWN, Cell, Journal, TextRecord, begun
 from draftsmith.eval.prompts import OVERALL, Prompt, PromptRows
 from draftsmith.eval.report import check_report_folder, interval, summary_table, verdict, write_report
 from draftsmith.eval.results import ContextBin, Evaluation, Guard, PlainSpeeds, ResultRow, TextSample, row_of, series_of
-from draftsmith.eval.settings import BASELINE, Settings, Variant, load_session, require_valid
+from draftsmith.eval.session import load_session
+from draftsmith.eval.settings import BASELINE, Settings, Variant
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.earlier_texts import memories
 from draftsmith.metrics import few_units, tau
+from draftsmith.option_fields import check_options
 from draftsmith.provenance import environment
 from draftsmith.storage import hold_folder, writing
 from draftsmith.terminal import Terminal, stage
@@ -307,18 +308,18 @@ def measure(
     *,
     title: str,
     runs: dict[str, list[dict]],
-    trust_remote_code: bool = False,
 ) -> Evaluation:
-    """Validate the settings, load the models, measure, and write the report to `out`.
+    """Check what the settings name, load the models, measure, and write the report to `out`.
 
     Results that an earlier call with the same settings left in `out` are used again. `runs` holds, by drafter, the
     metrics of the run that trained it, for the plot of its training.
     """
-    rows = _validated(settings, out)
+    check_options(settings)
+    rows = PromptRows.read(settings.prompts, settings.subset, settings.split, settings.images)
     with hold_folder("out", out):
         check_report_folder(out, settings)
         now = begun(out / JOURNAL)
-        session = load_session(settings, rows, trust_remote_code=trust_remote_code, now=now)
+        session = load_session(settings, rows, now=now)
         evaluation = evaluate(
             session.target,
             session.drafters,
@@ -332,16 +333,6 @@ def measure(
         with stage("drawing and writing the report"), writing(out, KEPT):
             write_report(evaluation, out, title=title, runs=runs)
         return evaluation
-
-
-def _validated(settings: Settings, out: Path) -> PromptRows:
-    """Return the rows of the prompts; ConfigError for settings that cannot be measured."""
-    if not settings.drafters:
-        raise ConfigError("drafter is missing; expected at least one")
-    several = {"gamma": settings.draft_lengths, "batch_size": settings.batch_sizes}
-    counts = {"count": [settings.count], "max_new_tokens": [settings.max_new_tokens], "repeats": [settings.repeats]}
-    require_valid(settings, counts={**several, **counts}, unique={**several, "policy": settings.policies})
-    return PromptRows.read(settings.prompts, settings.subset, settings.split, settings.images)
 
 
 def show(evaluation: Evaluation, out: Path) -> None:

@@ -214,7 +214,7 @@ class Journal:
         if self.path is not None and self.path.exists():
             self._read(self.path, settings, fingerprints)
         if not self.cells and not self.facts and not self.sittings:
-            run = {"schema": SCHEMA, "settings": asdict(settings), **fingerprints}
+            run = {"schema": SCHEMA, "settings": settings.model_dump(), **fingerprints}
             self._append({"run": run}, anew=True)
         self.sittings.append(environment)
         self._append({"sitting": environment})

@@ -1,6 +1,5 @@
 """The report of a measurement: a table, `report.md`, `report.html`, plots and `eval.json`."""
 
-from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -176,7 +175,7 @@ def _values(evaluation: Evaluation) -> dict[str, Any]:
         "accepted": list(zip(overall, accepted, strict=True)),
         "by_context": [row for row in overall if len(row.get("by_context", ())) > 1],
         "by_category": [row for row in evaluation.rows if row["category"] != OVERALL],
-        "settings": asdict(evaluation.settings),
+        "settings": evaluation.settings.model_dump(),
         "conditions": _conditions(evaluation, overall[0]["prompts"]),
         "guards": evaluation.guards,
         "notes": evaluation.notes,

@@ -4,7 +4,7 @@ Files may come from anyone: pydantic validates the keys that readers rely on; ot
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, NotRequired, cast
@@ -277,7 +277,7 @@ class Evaluation:
         values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "settings"}
         if not self.server:
             del values["server"]
-        return cast(StoredEvaluation, {"schema": SCHEMA, "settings": asdict(self.settings), **values})
+        return cast(StoredEvaluation, {"schema": SCHEMA, "settings": self.settings.model_dump(), **values})
 
 
 class StoredSettings(TypedDict):

@@ -1,76 +1,195 @@
-"""Settings that `eval`, `check`, `forecast`, `generate` and the demo share, and what they name: loaded once."""
+"""Settings of `eval`, `check`, `forecast`, `generate` and the demo: their options, and what Python callers pass."""
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import datetime
+import difflib
+import os.path
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from pydantic import Field, ValidationInfo, model_validator
 
-from draftsmith.decode.arguments import capabilities, require_readable
-from draftsmith.decode.policies import check_policy
-from draftsmith.decode.rules import rule_named
-from draftsmith.decode.sampling import Sampling, require_seed
-from draftsmith.distill.chat_template import template_text
-from draftsmith.distill.load_target import load_processor, load_target, load_tokenizer
+from draftsmith.config import Count, Distinct, Probability, Section, Seed, Temperature, user_name
+from draftsmith.decode.policies import POLICIES, check_policy
+from draftsmith.decode.rules import RULES
+from draftsmith.distill.data_section import ServerSection, base_url, is_address, require_address, server_section
 from draftsmith.errors import ConfigError
-from draftsmith.eval.prompts import Prompt, PromptRows
-from draftsmith.heads.base import Drafter
-from draftsmith.heads.checkpoint import load_drafter
-from draftsmith.heads.configs import is_named, parse_named
-from draftsmith.heads.model_config import context_limit
-from draftsmith.heads.untrusted import StoredDrafter, local_folder, read_config
-from draftsmith.names import DTYPES, EMBEDDED, check_attention, check_target_name
-from draftsmith.provenance import model_fingerprints
-from draftsmith.terminal import Terminal, stage
+from draftsmith.heads.configs import SETTINGS, is_named, parse_named
+from draftsmith.names import (
+    EMBEDDED,
+    check_attention,
+    check_drafter_name,
+    check_prompts_name,
+    check_target_name,
+    check_template_name,
+    drafter_of,
+    require_cached_prompts,
+    require_cached_without_hub,
+)
+from draftsmith.option_fields import Option, assignments, only
+from draftsmith.reading import specified_name
+from draftsmith.storage import require_writable_file
 
 Variant = tuple[str, str]
 """A drafter's name and its policy."""
 BASELINE: Variant = ("target alone", "")
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    from draftsmith.decode.sampling import Sampling
+
+    RuleName: TypeAlias = str
+else:  # the keys of the table
+    RuleName = Literal[*RULES]
+Dtype = Literal["float32", "bfloat16", "float16"]
+Counts = Annotated[tuple[Count, ...], Distinct]
+UNSTORED = Field(exclude=True)
+"""Of settings that results do not depend on: they are not stored with them."""
 
 
-@dataclass(frozen=True)
-class PairSettings:
+def named_drafters(drafters: str | list[str], key: str = "--drafter") -> dict[str, str]:
+    """Return `name=folder` entries as a dict; a plain `folder` is named after its last part.
+
+    Raises:
+        ConfigError: for a repeated name, and for a local folder that does not exist.
+    """
+    named: dict[str, str] = {}
+    for entry in map(os.path.expanduser, [drafters] if isinstance(drafters, str) else drafters):
+        name, equals, folder = entry.partition("=")
+        # suffix:min_match=3 is a drafter with a setting, runs/lr=0.1/drafter a folder: neither gives a name.
+        if not equals or ":" in name or Path(entry).is_dir():
+            parts = [part for part in Path(entry).parts if part not in ("drafter", "/")]
+            name, folder = (specified_name(entry) if is_named(entry) else parts[-1] if parts else entry), entry
+        if name in named:
+            raise ConfigError(f"{key}={entry}: the name {name!r} is taken; expected name=folder with another name")
+        if not is_named(folder):
+            check_drafter_name(folder, key)
+        named[name] = os.path.expanduser(drafter_of(folder))
+    return named
+
+
+def _trained(drafters: str | Mapping[str, str]) -> list[str]:
+    """Return the folders and Hub ids among drafters, and those inside hybrid drafters."""
+    every = [drafters] if isinstance(drafters, str) else drafters.values()
+    inside = [parse_named(one)[1].get("drafter") if is_named(one) else one for one in every]
+    return [one for one in inside if one is not None and not is_named(one) and not is_address(one)]
+
+
+def check_drafters(drafters: str | Mapping[str, str], key: str) -> None:
+    """Raise ConfigError for a folder that does not exist, and for a name that is nearly that of a named drafter."""
+    for one in _trained(drafters):
+        close = [] if Path(one).exists() else difflib.get_close_matches(specified_name(one), SETTINGS, 1)
+        if close:
+            raise ConfigError(f"{key}={one}; did you mean {close[0]}?")
+        check_drafter_name(one, key)
+
+
+def require_cached_drafters(drafters: str | Mapping[str, str], key: str) -> None:
+    """Raise ConfigError where the Hub cannot be reached and its cache lacks a drafter."""
+    for one in _trained(drafters):
+        require_cached_without_hub(one, key)
+
+
+def _check_folder(name: str, key: str) -> None:
+    if not Path(name).is_dir():
+        raise ConfigError(f"{key}={name}; expected a folder, and there is none")
+
+
+def _check_file(file: Path, key: str) -> None:
+    if not file.expanduser().is_file():
+        raise ConfigError(f"{key}={file}; expected a file, and there is none")
+
+
+def _check_files(files: Sequence[str], key: str) -> None:
+    for file in files:
+        _check_file(Path(file), key)
+
+
+def _check_addresses(addresses: str | Sequence[str], key: str) -> None:
+    for address in [addresses] if isinstance(addresses, str) else addresses:
+        require_address(key, address)
+
+
+def _drafter(kind: Any, help: str) -> Option:
+    check, hub = check_drafters, require_cached_drafters
+    return Option("--drafter", kind=kind, parse=named_drafters, help=help, check=check, hub=hub)
+
+
+POLICY_HELP = f"Draft policy: {', '.join(POLICIES)}, with settings as in best-first:size=16,depth=8."
+WRITTEN = Option(check=lambda file, key: require_writable_file(key, file))
+"""Of files that are written."""
+DRAFTER_HELP = (
+    "Drafter: a folder or Hub id, optionally with @revision, or without training: prompt-lookup, suffix, "
+    "early-exit:layers=N, native-mtp, hybrid:drafter=FOLDER."
+)
+ONE_DRAFTER = _drafter(str, DRAFTER_HELP)
+SEVERAL_DRAFTERS = _drafter(list[str], f"{DRAFTER_HELP} Or name=DRAFTER; repeatable.")
+
+
+class PairSettings(Section):
     """A target, its drafters, the prompts, and how they are decoded."""
 
-    target: str
-    drafters: dict[str, str]
+    target: Annotated[str, Option(check=check_target_name, hub=require_cached_without_hub)]
+    """'embedded', a local folder, a GGUF file or a Hub id."""
+    drafters: Annotated[dict[str, str], SEVERAL_DRAFTERS]
     """Name in tables: folder, Hub id or the name of an untrained drafter."""
-    prompts: str = EMBEDDED
-    count: int | None = None
-    """The highest number of prompts."""
-    temperatures: tuple[float, ...] = (0.0, 1.0)
-    policies: tuple[str, ...] = ()
+    prompts: Annotated[str, Option(check=check_prompts_name, hub=require_cached_prompts)] = EMBEDDED
+    """'embedded', a file (JSONL, JSON, Parquet, text) or a Hub data set."""
+    count: Count | None = None
+    """Most prompts to use."""
+    policies: Annotated[
+        tuple[str, ...], Distinct, Option("--policy", help=f"{POLICY_HELP} Repeatable; NAME=POLICY is for one drafter.")
+    ] = ()
     """How drafts grow, for every drafter or, as NAME=POLICY, for one; a drafter without any has its default policy."""
-    rule: str | None = None
-    """The verification rule of sampled decoding; None: the best lossless rule for each draft."""
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
-    dtype: str = "float32"
+    temperatures: Annotated[tuple[Temperature, ...], Distinct, Option("--temperature")] = (0.0, 1.0)
+    """Repeatable; default: 0 (greedy) and 1."""
+    rule: RuleName | None = None
+    """Verification rule; default: the best lossless one."""
+    top_k: Count | None = None
+    """Sample from the k likeliest tokens."""
+    top_p: Probability | None = None
+    """Sample from the smallest set of probability p."""
+    seed: Seed = 0
+    """Seed of sampling."""
+    chat_template: Annotated[str | None, Option(check=check_template_name)] = None
+    """A file, 'vicuna', or 'plain' (texts joined by line breaks); default: the tokenizer's template."""
+    template_options: Annotated[dict[str, Any], Option("--template-option", kind=list[str], parse=assignments)] = Field(
+        default_factory=dict
+    )
+    """Variable key=value of the chat template; repeatable."""
+    dtype: Dtype = "float32"
+    """The target's: float32, bfloat16, float16."""
     attn_implementation: str | None = None
-    """The target's attention; None: what transformers chooses."""
+    """Attention of the target: sdpa, eager, flash_attention_2, ..."""
+    trust_remote_code: Annotated[bool, UNSTORED] = False
+    """Run code from the target's repository."""
     compile: bool = False
-    """Compile the passes of the target and of the drafters; see `SpeculativeDecoder`."""
+    """Compile the passes with torch.compile; on CUDA as CUDA graphs."""
     invariant: bool = False
-    """Run the target by passes of one shape; see `SpeculativeDecoder`."""
-    chat_template: str | None = None
-    """A file with a chat template, or the name of a shipped one, instead of the tokenizer's."""
-    template_options: dict[str, Any] = field(default_factory=dict)
-    """Variables for the chat template in addition to the messages."""
-    images: str | None = None
-    """Folder of the images that prompts name; None: the folder of their file."""
+    """Passes of one shape: greedy texts equal the target's bit by bit."""
+    images: Annotated[str | None, Option(check=_check_folder)] = None
+    """Folder of the images that prompts name; default: that of the prompts."""
+
+    @model_validator(mode="after")
+    def _check_names(self, info: ValidationInfo) -> Self:
+        for drafter in self.drafters.values():
+            if is_named(drafter):
+                parse_named(drafter)
+        for drafter in self.drafters:
+            for policy in self.policies_of(drafter):
+                check_policy(policy, user_name(info, "policies"))
+        check_attention(user_name(info, "attn_implementation"), self.attn_implementation, self.dtype)
+        return self
+
+    def sampling(self, temperature: float) -> "Sampling":
+        """Return the temperature with the cuts that go with it: none for greedy decoding."""
+        from draftsmith.decode.sampling import Sampling
+
+        return Sampling(temperature) if temperature == 0 else Sampling(temperature, self.top_k, self.top_p)
 
     @property
     def passes(self) -> dict[str, Any]:
         """How passes run, as arguments of `SpeculativeDecoder`."""
         return {"compile": self.compile, "invariant": self.invariant}
-
-    def sampling(self, temperature: float) -> Sampling:
-        """Return the temperature with the cuts that go with it: none for greedy decoding."""
-        return Sampling(temperature) if temperature == 0 else Sampling(temperature, self.top_k, self.top_p)
 
     def policies_of(self, drafter: str) -> tuple[str, ...]:
         """Return the policies of the drafter with this name."""
@@ -83,7 +202,6 @@ class PairSettings:
         return (name, own) if name in self.drafters else ("", policy)
 
 
-@dataclass(frozen=True)
 class Settings(PairSettings):
     """Settings of a measurement; runs with equal settings can be continued and compared."""
 
@@ -91,52 +209,233 @@ class Settings(PairSettings):
     """Configuration of a Hub data set."""
     split: str = "train"
     """Split of a Hub data set."""
-    max_new_tokens: int = 96
-    draft_lengths: tuple[int, ...] = ()
-    """Chains of these lengths (gamma), each measured with each drafter, in addition to `policies`."""
-    batch_sizes: tuple[int, ...] = (1,)
-    """Prompts that are decoded together, with and without a drafter."""
-    repeats: int = 3
+    max_new_tokens: Count = 96
+    """Most new tokens per turn."""
+    draft_lengths: Annotated[Counts, Option("--gamma")] = ()
+    """Draft length of a chain, beside the policies; repeatable; default: each drafter's own."""
+    batch_sizes: Annotated[Counts, Option("--batch-size")] = (1,)
+    """Prompts decoded together; repeatable; default: 1."""
+    repeats: Count = 3
+    """Times that every text is generated."""
 
 
-def require_valid(
-    settings: PairSettings,
-    *,
-    counts: Mapping[str, Sequence[int | None]],
-    unique: Mapping[str, Sequence[Any]] | None = None,
-) -> None:
-    """Raise ConfigError for values out of range, repeated values, and unknown names.
+class ServedSettings(Settings):
+    """Settings of a measurement of a server, which stands for its drafter."""
 
-    Args:
-        counts: by option, numbers that have to be at least 1, or None.
-        unique: by option, values of which each may be given once; temperatures are always among them.
-    """
-    for temperature in settings.temperatures:
-        Sampling(temperature, settings.top_k, settings.top_p)
-    require_seed("seed", settings.seed)
-    for key, values in counts.items():
-        for value in values:
-            if value is not None and value < 1:
-                raise ConfigError.of(key, value, ">= 1")
-    for key, values in {"temperature": settings.temperatures, **(unique or {})}.items():
-        if len(set(values)) < len(values):
-            raise ConfigError.of(key, list(values), "each only once")
-    for drafter in settings.drafters:
-        for policy in settings.policies_of(drafter):
-            check_policy(policy)
-    if settings.rule is not None:
-        rule_named(settings.rule)
-    for drafter in settings.drafters.values():
-        if is_named(drafter):
-            parse_named(drafter)
-    if settings.dtype not in DTYPES:
-        raise ConfigError.of("dtype", settings.dtype, f"one of {', '.join(DTYPES)}")
-    check_attention("attn_implementation", settings.attn_implementation, settings.dtype)
-    if settings.images is not None and not Path(settings.images).is_dir():
-        raise ConfigError.of("images", settings.images, "a folder")
-    if settings.chat_template is not None:
-        template_text(settings.chat_template)
-    check_target_name(settings.target)
+    options = (
+        *("url", "target", "prompts", "subset", "split", "count", "max_new_tokens", "repeats", "temperatures", "top_p"),
+        *("seed", "chat_template", "template_options", "trust_remote_code", "model", "baseline", "batch_sizes"),
+    )
+    url: Annotated[str, UNSTORED, Option(argument=True, check=_check_addresses)]
+    """Address of the server with the drafter."""
+    model: Annotated[str, UNSTORED]
+    """The name under which the server has the target."""
+    baseline: Annotated[str | None, UNSTORED] = None
+    """Address of a server without a drafter, or an eval.json measured on one."""
+    batch_sizes: Annotated[Counts, Option("--concurrency")] = (1, 2, 4)
+    """Requests at a time; repeatable; default: 1, 2 and 4."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_server(cls, given: dict[str, Any]) -> dict[str, Any]:
+        return {**given, "drafters": {given.get("model", ""): given.get("url", "")}}
+
+    @property
+    def server(self) -> ServerSection:
+        """The server with the drafter."""
+        return server_section(url=self.url, model=self.model, top_p=self.top_p)
+
+    @property
+    def addresses(self) -> list[str]:
+        """The address of the server, and of the one without a drafter."""
+        return [self.url, *([self.baseline] if self.baseline is not None and is_address(self.baseline) else [])]
+
+
+NOT_SERVED = ("draft_length", "policies", "rule", "images", "compile", "invariant")
+"""Settings of decoding on this machine, which a server has from its start."""
+
+
+class CheckSettings(PairSettings):
+    """Settings of a check; runs with equal settings make the same draws."""
+
+    drafters: Annotated[dict[str, str], SEVERAL_DRAFTERS] = Field(default_factory=dict)
+    """With a server, its name and address."""
+    count: Count | None = 12
+    """Most prompts to use."""
+    dtype: Dtype = cast(Dtype, None)
+    """The target's: float32, bfloat16, float16; default: float32, and for a server bfloat16."""
+    draft_length: Annotated[Count | None, Option("--gamma")] = None
+    """Draft length; default: each drafter's own."""
+    server: Annotated[str | None, UNSTORED, Option(check=_check_addresses)] = None
+    """Address of a running server with speculation; without --drafter."""
+    model: Annotated[str | None, UNSTORED] = None
+    """The server's name of the target; default: the only one it lists."""
+    baseline: Annotated[str | None, Option(check=_check_addresses)] = None
+    """Address of a server without speculation, instead of loading the target."""
+    tokens: Annotated[Count, Field(ge=500)] = 10_000
+    """Tokens to sample; as many for the control."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_server(cls, given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        server, drafters = given.get("server"), given.get("drafters")
+        if server is not None:
+            if drafters:
+                both = f"{user_name(info, 'drafters')}={next(iter(drafters.values()))} with {user_name(info, 'server')}"
+                raise ConfigError(f"{both}={server}; expected one of the two")
+            drafters = {given.get("model") or "server": server}
+        dtype = given.get("dtype") or ("float32" if server is None else "bfloat16")
+        return {**given, "drafters": drafters or {}, "dtype": dtype}
+
+    @model_validator(mode="after")
+    def _check_places(self, info: ValidationInfo) -> Self:
+        def named(name: str) -> str:
+            return user_name(info, name)
+
+        if not self.drafters:
+            raise ConfigError(
+                f"{named('drafters')} is missing; expected a drafter, or a running server as {named('server')}"
+            )
+        if self.draft_length is not None and self.policies:
+            raise ConfigError(f"gamma={self.draft_length} and policy={self.policies[0]}; expected one of the two")
+        if self.server is not None:
+            used = [name for name in NOT_SERVED if getattr(self, name)]
+            if used:
+                raise ConfigError(f"{named(used[0])} with {named('server')}; expected it at the server's start")
+        elif self.model is not None:
+            raise ConfigError(f"{named('model')}={self.model} without {named('server')}; expected both")
+        return self
+
+
+class ForecastSettings(PairSettings):
+    """Settings of a forecast; `policies` are compared with the chains, by default a few trees."""
+
+    options = (
+        *(
+            "target",
+            "drafters",
+            "prompts",
+            "count",
+            "policies",
+            "batch_sizes",
+            "max_new_tokens",
+            "temperatures",
+            "rule",
+        ),
+        *("top_k", "top_p", "seed", "chat_template", "template_options", "dtype", "attn_implementation"),
+        *("trust_remote_code", "max_draft_length", "profile", "save_profile", "servers", "model", "context", "write"),
+    )
+    max_draft_length: Count = 8
+    """Longest chain of draft tokens to compare."""
+    batch_sizes: Annotated[Counts, Option("--batch-size")] = (1,)
+    """Prompts decoded together; repeatable; default: 1."""
+    max_new_tokens: Count = 96
+    """Most new tokens per turn."""
+    profile: Annotated[Path | None, UNSTORED, Option(check=_check_file)] = None
+    """Timings of another machine, see docs/guide/forecast.md."""
+    save_profile: Annotated[Path | None, UNSTORED, WRITTEN] = None
+    """File for this machine's timings, for --profile."""
+    servers: Annotated[tuple[str, ...], UNSTORED, Option("--server", check=_check_addresses)] = ()
+    """Time running servers: one without a drafter, and one for each draft length."""
+    model: Annotated[str | None, UNSTORED] = None
+    """The name under which the servers have it."""
+    context: Annotated[Count | None, UNSTORED] = None
+    """With --server: tokens of each prompt; default: as they are."""
+    write: Annotated[Path | None, UNSTORED, WRITTEN] = None
+    """With --server: JSON file for vLLM's and SGLang's settings."""
+
+    @model_validator(mode="after")
+    def _check_servers(self, info: ValidationInfo) -> Self:
+        def named(name: str) -> str:
+            return user_name(info, name)
+
+        for policy in self.policies:  # compared for every drafter
+            check_policy(policy, named("policies"))
+        if self.profile is not None and self.save_profile is not None:
+            raise ConfigError(
+                f"{named('profile')}={self.profile} and {named('save_profile')}={self.save_profile}; expected one of "
+                "the two"
+            )
+        if self.save_profile is not None and len(self.temperatures) > 1:
+            expected = "one --temperature: rounds cost more when tokens are drawn"
+            raise ConfigError.of(named("save_profile"), str(self.save_profile), expected)
+        if self.servers:
+            self._check_served(named)
+        elif (self.model, self.context, self.write) != (None, None, None):
+            raise ConfigError("--model, --context and --write without --server; expected the addresses of servers")
+        return self
+
+    def _check_served(self, named: Callable[[str], str]) -> None:
+        server = named("servers")
+        if self.profile is not None:
+            raise ConfigError(f"{server} with {named('profile')}; expected one of the two")
+        if self.model is None:
+            raise ConfigError(f"{named('model')} is missing; expected the name under which the servers have the target")
+        if len(self.temperatures) != 1:
+            raise ConfigError.of(named("temperatures"), list(self.temperatures), f"one with {server}")
+        if len(self.drafters) != 1 or self.policies:
+            raise ConfigError(
+                f"{server} with several drafters or {named('policies')}; expected one drafter: engines draft chains"
+            )
+        if len(self.servers) < 2:
+            raise ConfigError(
+                f"{server} {', '.join(self.servers)} alone; expected a server without a drafter and at least one with "
+                "it, since the draft length of a running server cannot be changed"
+            )
+        if len(set(map(base_url, self.servers))) < len(self.servers):
+            raise ConfigError.of(server, list(self.servers), "each only once")
+
+
+class GenerateSettings(PairSettings):
+    """A prompt, and how `draftsmith generate` continues it: with at most one drafter, policy and temperature."""
+
+    options = (
+        *("prompt", "target", "drafters", "draft_length", "policies", "temperatures", "rule", "top_k", "top_p", "seed"),
+        *("max_new_tokens", "image", "stop"),
+        *("dtype", "attn_implementation", "trust_remote_code", "compile", "invariant"),
+    )
+    prompt: Annotated[str, Option(argument=True)]
+    """The text to continue."""
+    drafters: Annotated[dict[str, str], ONE_DRAFTER] = Field(default_factory=dict)
+    """The drafter by a name."""
+    draft_length: Annotated[Count | None, Option("--gamma")] = None
+    """Draft length; default: each drafter's own."""
+    policies: Annotated[tuple[str, ...], Option("--policy", kind=str, parse=only, help=POLICY_HELP)] = ()
+    """The policy."""
+    temperatures: Annotated[tuple[Temperature], Option("--temperature", kind=float, parse=only)] = (0.0,)
+    """0 is greedy."""
+    max_new_tokens: Count = 128
+    """Most new tokens per turn."""
+    image: Annotated[tuple[str, ...], Option(check=_check_files)] = ()
+    """Image before the prompt; repeatable."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """String that ends the text; repeatable."""
+
+    @model_validator(mode="after")
+    def _check_drafter(self, info: ValidationInfo) -> Self:
+        length, policy = self.draft_length, next(iter(self.policies), None)
+        for name, value in {"draft_length": length, "policies": policy}.items():
+            if not self.drafters and value is not None:
+                missing = user_name(info, "drafters")
+                raise ConfigError(f"{user_name(info, name)}={value} without {missing}; expected a drafter")
+        if length is not None and policy is not None:
+            raise ConfigError(f"gamma={length} and policy={policy}; expected one of the two")
+        return self
+
+
+class DemoSettings(PairSettings):
+    """A pair, and the address at which `draftsmith demo` shows it."""
+
+    options = (
+        *("target", "drafters", "host", "port", "chat_template", "template_options", "dtype", "attn_implementation"),
+        "trust_remote_code",
+    )
+    drafters: Annotated[dict[str, str], ONE_DRAFTER]
+    """The drafter by its name on the page."""
+    host: str = "127.0.0.1"
+    """Address to listen on; at 0.0.0.0, other machines can open the page."""
+    port: Annotated[Count, Field(le=65535)] = 7860
+    """Port to listen on."""
 
 
 def require_same_settings(stored: Mapping[str, Any], settings: PairSettings, out: Path, what: str = "run") -> None:
@@ -144,152 +443,13 @@ def require_same_settings(stored: Mapping[str, Any], settings: PairSettings, out
 
     A setting that an earlier version did not store had its default; one that this version does not have was off.
     """
-    now, defaults = _plain(asdict(settings)), _plain(asdict(type(settings)("", {})))
+    now = settings.model_dump(mode="json")
+    fields = {name: field for name, field in type(settings).model_fields.items() if not field.is_required()}
+    defaults = {name: field.get_default(call_default_factory=True) for name, field in fields.items()}
     for key in (*now, *(key for key in stored if key not in now and stored[key])):
         there = stored.get(key, defaults.get(key))
+        there = list(there) if isinstance(there, tuple) else there  # as JSON holds it
         if there != now.get(key):
             raise ConfigError(
                 f"out={out} holds another {what}: {key}={there!r} there, {now.get(key)!r} here; expected another folder"
             )
-
-
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values as JSON holds them."""
-    return json.loads(json.dumps(values))
-
-
-@dataclass(frozen=True)
-class Session:
-    """A loaded target with its drafters, and the prompts as token ids."""
-
-    target: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    drafters: dict[str, Drafter]
-    """By the names in `PairSettings.drafters`."""
-    prompts: list[Prompt]
-    """Prompts that fit into the context of the target and of every drafter."""
-    processor: Any = None
-    """The target's, where prompts have images."""
-    notes: list[str] = field(default_factory=list)
-    """Which prompts were left out."""
-
-
-def load_session(
-    settings: PairSettings,
-    rows: PromptRows | None,
-    *,
-    trust_remote_code: bool = False,
-    progress: bool = True,
-    images: bool = False,
-    now: datetime | None = None,
-) -> Session:
-    """Load what validated settings name.
-
-    Args:
-        rows: the prompts, from `PromptRows.read`; None for a session without prompts.
-        progress: name the stage on stderr.
-        images: load the target's processor; done in any case where `rows` have images.
-        now: see `PromptRows.encode`.
-
-    Raises:
-        ConfigError: for a target or a drafter that cannot be loaded, a policy with branches for a model that reads
-            chains only, or prompts that are all too long. Prompts that are too long for the target, and drafters
-            that are not there, are refused before its weights are read.
-    """
-
-    def encode(tokenizer: PreTrainedTokenizerBase, context: int | None) -> tuple[list[Prompt], list[str]]:
-        template, options = settings.chat_template, settings.template_options
-        assert rows is not None
-        return rows.encode(
-            tokenizer,
-            count=settings.count,
-            context=context,
-            chat_template=template,
-            template_options=options,
-            processor=processor,
-            now=now,
-        )
-
-    now = now or datetime.now()  # prompts may be encoded twice
-    images = images or (rows is not None and rows.images)
-    processor = load_processor(settings.target, trust_remote_code=trust_remote_code) if images else None
-    prompts, left_out, limit = list[Prompt](), list[str](), None
-    if rows is not None:
-        tokenizer, config = load_tokenizer(settings.target, trust_remote_code=trust_remote_code)
-        limit = context_limit(config)
-        prompts, left_out = encode(tokenizer, limit)
-    stored = _stored(settings.drafters)
-    with stage("loading the target and the drafters", shown=progress):
-        loaded = load_target(
-            settings.target,
-            dtype=settings.dtype,
-            attn_implementation=settings.attn_implementation,
-            trust_remote_code=trust_remote_code,
-            images=images,
-        )
-        drafters = {
-            name: load_drafter(path, loaded.model, loaded.tokenizer) for name, path in settings.drafters.items()
-        }
-    if (note := loaded.dtype_note("--dtype bfloat16")) is not None:
-        Terminal(stderr=True).print(note, markup=False, soft_wrap=True)
-    for note in pair_notes(settings, loaded.model, drafters, stored):
-        Terminal(stderr=True).print(f"  note: {note}", markup=False, soft_wrap=True)
-    _require_readable(settings, loaded.model, drafters)
-    limits = [limit, *(drafter.context_limit for drafter in drafters.values())]
-    shortest = min((value for value in limits if value is not None), default=None)
-    if rows is not None and shortest != limit:
-        prompts, left_out = encode(loaded.tokenizer, shortest)
-    return Session(loaded.model, loaded.tokenizer, drafters, prompts, processor, left_out)
-
-
-def _stored(drafters: Mapping[str, str]) -> dict[str, StoredDrafter]:
-    """Return the `draftsmith` sections of the drafters that have one, by name.
-
-    Raises:
-        ConfigError: for a drafter that cannot be found, before the target's weights are read.
-    """
-    sections = {}
-    for name, path in drafters.items():
-        own = parse_named(path)[1].get("drafter") if is_named(path) else path
-        if own is not None and not is_named(own):
-            sections[name] = read_config(local_folder(own), own)[1]
-    return {name: section for name, section in sections.items() if section is not None}
-
-
-def pair_notes(
-    settings: PairSettings,
-    target: PreTrainedModel,
-    drafters: Mapping[str, Drafter],
-    stored: Mapping[str, StoredDrafter],
-) -> list[str]:
-    """Return a line for each drafter that can be decoded with, and was trained for another target or dtype.
-
-    Heads that were trained on other weights are refused by `load_drafter`; draft models decode with any target of their
-    vocabulary.
-    """
-    notes = []
-    for name, section in stored.items():
-        made_for, asked = section.target, (section.recipe or {}).get("target", {})
-        fingerprints = {made_for.model_fingerprint, made_for.float16_fingerprint}
-        if fingerprints.isdisjoint(model_fingerprints(target)):
-            notes.append(f"{name} was trained for {made_for.name}, and the weights of {settings.target} are different")
-        if (dtype := asked.get("dtype", settings.dtype)) != settings.dtype:
-            notes.append(f"{name} was trained on the target in {dtype}, not {settings.dtype} (--dtype {dtype})")
-        if (kind := asked.get("quantization")) is not None:
-            notes.append(f"{name} was trained on the target in {kind}, which is not quantized here")
-    size = target.num_parameters()
-    for name, drafter in drafters.items():
-        model = drafter.language_model
-        if model is not None and model is not target and model.num_parameters() > size:
-            larger = f"{model.num_parameters():,} parameters, the target {settings.target} {size:,}"
-            notes.append(f"{name} has {larger}; are --target and --drafter swapped?")
-    return notes
-
-
-def _require_readable(settings: PairSettings, target: PreTrainedModel, drafters: dict[str, Drafter]) -> None:
-    """Raise ConfigError for a policy whose drafts the target, or the draft model, cannot read."""
-    for name, drafter in drafters.items():
-        policies = settings.policies_of(name)
-        models = capabilities(target, drafter) if policies and not drafter.only_retrieves else []
-        for policy in policies:
-            require_readable(check_policy(policy), models)

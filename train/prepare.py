@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.decode.sampling import require_seed
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.data_section import DataSection, ServerSection
 from draftsmith.distill.dataset import length_statistics, read_examples
@@ -29,15 +28,15 @@ from draftsmith.distill.regeneration import (
 from draftsmith.errors import ConfigError
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.heads.model_config import context_limit, eos_tokens
-from draftsmith.names import check_attention
+from draftsmith.option_fields import check_options
 from draftsmith.provenance import tokenizer_fingerprint
-from draftsmith.storage import hold_name, require_writable_file, write_text, writing
+from draftsmith.storage import hold_name, write_text, writing
 from draftsmith.terminal import Terminal
 from draftsmith.train.launch import RunContext, make_accelerator
 from draftsmith.train.preflight import preflight
+from draftsmith.train.prepare_settings import Preview, Regeneration
 from draftsmith.train.progress import Console
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.recipe_sections import TargetSection
 from draftsmith.train.run_parts import load_parts
 
 READ, TRAINED = "dim", "bold green"
@@ -45,10 +44,12 @@ BRACKETS = ("⟦", "⟧")
 """Marks around trained text where there are no colours."""
 
 
-def preview(target: str, data: DataSection, *, show: int, trust_remote_code: bool = False) -> None:
+def preview(settings: Preview) -> None:
     """Print the first samples with trained tokens marked, the number of samples left out, and statistics of lengths."""
-    tokenizer, config = load_tokenizer(target, trust_remote_code=trust_remote_code)
-    ends = load_ends(target, trust_remote_code=trust_remote_code)
+    check_options(settings)
+    data, target = settings.data, settings.target
+    tokenizer, config = load_tokenizer(target.model, trust_remote_code=target.trust_remote_code)
+    ends = load_ends(target.model, trust_remote_code=target.trust_remote_code)
     size = config.get_text_config(decoder=True).vocab_size
     chat = Chat(tokenizer, data.chat_template, data.template_options, ends=ends, vocab_size=size)
     console = Terminal()
@@ -56,7 +57,7 @@ def preview(target: str, data: DataSection, *, show: int, trust_remote_code: boo
     # Without answers, the recipe decides how long responses will be.
     read = data if data.answered else data.model_copy(update={"response_tokens": 0})
     rows = read_examples(chat, read, context_limit(config), notes.append)
-    for index in range(min(show, len(rows))):
+    for index in range(min(settings.show, len(rows))):
         _show(console, tokenizer, rows[index], index + 1)
     for note in notes:
         console.print(note, soft_wrap=True)
@@ -93,36 +94,37 @@ def _table(rows: Dataset) -> Table:
     return table
 
 
-def regenerate(target: TargetSection, data: DataSection, out: Path, *, seed: int, drafter: str | None = None) -> None:
+def regenerate(settings: Regeneration) -> None:
     """Sample the target's response to every prompt, and write JSON lines that recipes can use as data.
 
     After an interruption, the same call continues with the batch that was not finished. With `data.server`, a running
     server answers, of the target only the tokenizer is loaded, and the call continues with what was not answered.
 
     Raises:
-        ConfigError: for a file that exists, a seed or a temperature out of range, or prompts that cannot be read.
+        ConfigError: for a file that exists, or prompts that cannot be read.
     """
-    require_seed("--seed", seed)
-    check_attention("--attn-implementation", target.attn_implementation, target.dtype)
-    require_writable_file("--out", out)
+    check_options(settings)
+    out = settings.out
     with hold_name("--out", out):
         if out.exists():
             raise ConfigError(f"--out {out} exists; expected a new file")
-        if data.server is None:
-            _regenerate(target, data, out, seed, drafter)
+        if settings.data.server is None:
+            _regenerate(settings)
         else:
-            _regenerate_from(data.server, target, data, out, seed)
+            _regenerate_from(settings.data.server, settings)
 
 
-def _regenerate(target: TargetSection, data: DataSection, out: Path, seed: int, drafter: str | None) -> None:
+def _regenerate(settings: Regeneration) -> None:
+    target, data, out = settings.target, settings.data, settings.out
     loaded = load_target(
         target.model, **target.model_dump(include={"dtype", "attn_implementation", "trust_remote_code"})
     )
     chat = _chat(data, loaded.tokenizer, eos_tokens(loaded.model.config, loaded.model.generation_config))
     console = Console(True)
     questions = read_examples(chat, data, context_limit(loaded.model.config), console.say)
-    writer = None if drafter is None else load_drafter(drafter, loaded.model, loaded.tokenizer)
-    sampler = Sampler(loaded, chat, data, seed, writer)
+    name = settings.drafter
+    drafter = None if name is None else load_drafter(name, loaded.model, loaded.tokenizer)
+    sampler = Sampler(loaded, chat, data, settings.seed, drafter)
     folder = out.with_name(f".{out.name}.{samples_key(sampler, questions)}")
     rows = target_samples(sampler, questions, folder=folder, say=console.say)
     separate = loaded.model.config.is_encoder_decoder
@@ -142,18 +144,19 @@ def _chat(data: DataSection, tokenizer: PreTrainedTokenizerBase, ends: frozenset
     return chat
 
 
-def _regenerate_from(server: ServerSection, target: TargetSection, data: DataSection, out: Path, seed: int) -> None:
+def _regenerate_from(server: ServerSection, settings: Regeneration) -> None:
     """Write the responses that a server samples, each with the model, the settings and the usage."""
     from draftsmith.distill.server.probe import check_server
     from draftsmith.distill.server.sampling import ServerSampler, server_samples
 
-    name, trusted = target.model, target.trust_remote_code
+    data, out = settings.data, settings.out
+    name, trusted = settings.target.model, settings.target.trust_remote_code
     tokenizer, config = load_tokenizer(name, trust_remote_code=trusted)
     if config.is_encoder_decoder:
         raise ConfigError(f"--server with {name}, an encoder-decoder; expected a decoder-only target")
     chat, console = _chat(data, tokenizer, load_ends(name, trust_remote_code=trusted)), Console(True)
     questions = read_examples(chat, data, context_limit(config), console.say)
-    sampler = ServerSampler(data, chat, seed, context_limit(config), name)
+    sampler = ServerSampler(data, chat, settings.seed, context_limit(config), name)
     folder = out.with_name(f".{out.name}.{sampler.key(questions)}")
     rows = server_samples(sampler, questions, console.say, partial(check_server, target=name), folder=folder)
     source, count, made_with = sampler.described(), len(rows), tokenizer_fingerprint(tokenizer)

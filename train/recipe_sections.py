@@ -20,7 +20,7 @@ def default_optimizer() -> str:
 
 class TargetSection(Section):
     model: str = "embedded"
-    """'embedded', a local folder, or a Hub id."""
+    """'embedded', a local folder, a GGUF file or a Hub id."""
     revision: str | None = None
     """A branch, tag or commit of the Hub repository."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"

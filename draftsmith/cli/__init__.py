@@ -18,23 +18,11 @@ from draftsmith import __version__
 from draftsmith.cli.check import check
 from draftsmith.cli.data import data_app
 from draftsmith.cli.eval import eval_app, forecast
-from draftsmith.cli.options import (
-    DRAFTER_HELP,
-    LOADED,
-    POLICY_HELP,
-    TEMPLATE,
-    checked_drafters,
-    checked_policy,
-    checked_recipe,
-    flag,
-    not_negative,
-    print_json,
-    settings_of,
-    suggest,
-    taking,
-)
+from draftsmith.cli.options import Json, checked_recipe, flag, print_json, suggest, with_settings
 from draftsmith.cli.publish import export, import_, push
 from draftsmith.errors import ConfigError, DraftsmithError, one_line, reason_of
+from draftsmith.eval.settings import DemoSettings, GenerateSettings
+from draftsmith.names import require_free_port
 from draftsmith.terminal import printable
 
 
@@ -129,7 +117,7 @@ def memory(
         str | None,
         typer.Option("--on", help="A GPU, such as h100 or 4090: does the run fit, how long does it take?"),
     ] = None,
-    as_json: Annotated[bool, flag("--json", "Print the result as JSON, instead of tables.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Estimate the memory (and time) of a recipe in each process from the target's config, without its weights."""
     checked = checked_recipe(recipe, overrides)
@@ -185,59 +173,22 @@ def memory(
 
 
 @app.command(rich_help_panel=MEASURE)
-@taking(
-    *("target", "draft_length", "rule", "top_k", "top_p", "seed", *LOADED, "compile", "invariant"), max_new_tokens=128
-)
-def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
-    draft_length: int | None,
-    max_new_tokens: int,
-    trust_remote_code: bool,
-    drafter: Annotated[str | None, typer.Option("--drafter", help=DRAFTER_HELP)] = None,
-    policy: Annotated[str | None, typer.Option("--policy", help=POLICY_HELP, callback=checked_policy)] = None,
-    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.", callback=not_negative)] = 0.0,
-    image: Annotated[list[str] | None, typer.Option("--image", help="Image before the prompt; repeatable.")] = None,
-    stop: Annotated[list[str] | None, typer.Option("--stop", help="String that ends the text; repeatable.")] = None,
-    **given: Any,
-) -> None:
+@with_settings
+def generate(settings: GenerateSettings) -> None:
     """Stream the continuation of a prompt; accepted draft tokens are coloured."""
-    for option, value in {"--gamma": draft_length, "--policy": policy}.items():
-        if drafter is None and value is not None:
-            raise ConfigError(f"{option}={value} without --drafter; expected a drafter")
-    # What is missing is told before torch is imported.
-    for file in image or ():
-        if not Path(file).expanduser().is_file():
-            raise ConfigError(f"--image={file}; expected a file, and there is none")
-    named = checked_drafters([f"drafter={drafter}"]) if drafter else {}
     from draftsmith.cli.generate import stream
-    from draftsmith.eval.settings import PairSettings
 
-    settings = settings_of(
-        PairSettings, given, drafters=named, temperatures=(temperature,), policies=policy and (policy,)
-    )
-    texts = {"max_new_tokens": max_new_tokens, "stop_strings": tuple(stop or ())}
-    stream(
-        prompt, settings, draft_length=draft_length, images=image or [], trust_remote_code=trust_remote_code, **texts
-    )
+    stream(settings)
 
 
 @app.command(rich_help_panel=MEASURE)
-@taking("target", *TEMPLATE, *LOADED)
-def demo(
-    trust_remote_code: bool,
-    drafter: Annotated[str, typer.Option("--drafter", help=DRAFTER_HELP)],
-    host: Annotated[
-        str, typer.Option("--host", help="Address to listen on; at 0.0.0.0, other machines can open the page.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", help="Port to listen on.", min=1, max=65535)] = 7860,
-    **given: Any,
-) -> None:
+@with_settings
+def demo(settings: DemoSettings) -> None:
     """Serve a page on this machine that decodes a prompt with and without the drafter, side by side."""
-    named = checked_drafters([drafter])
+    require_free_port(settings.host, settings.port)  # before torch is imported
     from draftsmith.cli.demo import serve
-    from draftsmith.eval.settings import PairSettings
 
-    serve(settings_of(PairSettings, given, drafters=named), host, port, trust_remote_code=trust_remote_code)
+    serve(settings)
 
 
 @app.command(rich_help_panel="This machine")

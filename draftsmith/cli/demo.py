@@ -18,7 +18,8 @@ from draftsmith.distill.detokenize import IncrementalText
 from draftsmith.distill.sources import Conversation
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.eval.baseline import fastest_threads, threads
-from draftsmith.eval.settings import PairSettings, Session, load_session, require_valid
+from draftsmith.eval.session import Session, load_session
+from draftsmith.eval.settings import DemoSettings, PairSettings
 from draftsmith.metrics import acceptance_at, position_counts, tau
 from draftsmith.terminal import printable
 
@@ -272,14 +273,11 @@ def make_page(demo: Demo) -> Any:
     return page
 
 
-def serve(settings: PairSettings, host: str, port: int, *, trust_remote_code: bool = False) -> None:
+def serve(settings: DemoSettings) -> None:
     """Load the target and its drafter, and serve the page until Ctrl-C."""
     theme = gradio().themes.Default(font=["sans-serif"], font_mono=["monospace"])  # none is loaded from elsewhere
-    require_valid(settings, counts={})
-    page = make_page(Demo(settings, load_session(settings, None, trust_remote_code=trust_remote_code)))
+    page = make_page(Demo(settings, load_session(settings, None)))
     # Printed first: the server runs until it is interrupted.
     suggest("draftsmith", *measuring("eval", settings), to_stderr=True)
-    try:
-        page.launch(server_name=host, server_port=port, share=False, css=STYLE, theme=theme, ssr_mode=False)
-    except OSError as error:
-        raise ConfigError(f"port={port}: {reason_of(error)}; expected another --port") from error
+    at = {"server_name": settings.host, "server_port": settings.port}
+    page.launch(**at, share=False, css=STYLE, theme=theme, ssr_mode=False)

@@ -14,9 +14,9 @@ from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.detokenize import IncrementalText
 from draftsmith.distill.sources import Conversation, conversation
-from draftsmith.errors import ConfigError
 from draftsmith.eval.baseline import fastest_threads, threads
-from draftsmith.eval.settings import PairSettings, load_session, require_valid
+from draftsmith.eval.session import load_session
+from draftsmith.eval.settings import GenerateSettings
 from draftsmith.terminal import Terminal
 
 DRAFTED, OWN = "green", "bold"
@@ -50,29 +50,14 @@ def _interruptible(console: Terminal) -> Iterator[None]:
         raise KeyboardInterrupt("interrupted; nothing is stored, and the same command begins again") from stop
 
 
-def stream(
-    prompt: str,
-    settings: PairSettings,
-    *,
-    draft_length: int | None,
-    max_new_tokens: int,
-    stop_strings: tuple[str, ...],
-    images: Sequence[str],
-    trust_remote_code: bool,
-) -> None:
-    """Decode `prompt` and print the text as it is decoded; the summary is printed to stderr.
+def stream(settings: GenerateSettings) -> None:
+    """Decode the prompt and print the text as it is decoded; the summary is printed to stderr.
 
-    Args:
-        settings: with at most one drafter, one temperature and one policy.
-        images: files before the prompt, which then goes through the chat template.
+    With images, the prompt goes through the chat template.
     """
-    require_valid(settings, counts={})
-    if draft_length is not None and settings.policies:
-        raise ConfigError(f"gamma={draft_length} and policy={settings.policies[0]}; expected one of the two")
-    if "" in stop_strings:
-        raise ConfigError.of("stop", "", "a string of at least one character")
+    prompt, images = settings.prompt, settings.image
     asked = _asked(prompt, images) if images else None
-    session = load_session(settings, None, trust_remote_code=trust_remote_code, progress=False, images=bool(images))
+    session = load_session(settings, None, progress=False, images=bool(images))
     tokenizer, drafter = session.tokenizer, next(iter(session.drafters.values()), None)
     (temperature,) = settings.temperatures
     console, log = Terminal(soft_wrap=True), Terminal(stderr=True)
@@ -96,22 +81,22 @@ def stream(
         threads(fastest_threads(session.target, ids[-PROBE_PROMPT:], PROBE_TOKENS)),
     ):
         policy, rule = next(iter(settings.policies), None), settings.rule
-        if draft_length is None and policy is None:
+        if settings.draft_length is None and policy is None:
             decoder = fastest_decoder(session.target, drafter, rule=rule, **settings.passes)
         else:
-            plan = {"draft_length": draft_length, "policy": policy, "rule": rule}
+            plan = {"draft_length": settings.draft_length, "policy": policy, "rule": rule}
             decoder = SpeculativeDecoder(session.target, drafter, **plan, **settings.passes)
         out = decoder.generate(
             ids,
             inputs=inputs,
             on_tokens=on_tokens,
             tokenizer=tokenizer,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=settings.max_new_tokens,
             temperature=temperature,
             top_k=settings.top_k,
             top_p=settings.top_p,
             seed=settings.seed,
-            stop_strings=stop_strings,
+            stop_strings=settings.stop,
         )
     console.print(Text(text.rest(), style=OWN))
     log.print(_summary(out) + ("" if decoder.lossless or temperature == 0 else f"; rule {settings.rule} is LOSSY"))

@@ -5,7 +5,7 @@ seconds by width and batch (hardware.py) ──▶ E[tokens] / E[seconds] relati
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
 from transformers import PreTrainedModel
@@ -27,7 +27,7 @@ from draftsmith.eval.forecast.expected_rounds import (
 )
 from draftsmith.eval.forecast.hardware import measure_hardware, pass_costs, timeable
 from draftsmith.eval.forecast.profile import CostModel, ForecastRow, numbers
-from draftsmith.eval.settings import PairSettings
+from draftsmith.eval.settings import ForecastSettings
 from draftsmith.eval.teacher_forced import (
     TOGETHER,
     PositionStats,
@@ -67,16 +67,6 @@ class BestPolicy(TypedDict):
 
 
 @dataclass(frozen=True)
-class ForecastSettings(PairSettings):
-    """Settings of a forecast; `policies` are compared with the chains, by default a few trees."""
-
-    max_draft_length: int = 8
-    """Chains of 1 to `max_draft_length` draft tokens are compared."""
-    batch_sizes: tuple[int, ...] = (1,)
-    max_new_tokens: int = 96
-
-
-@dataclass(frozen=True)
 class Forecast:
     """The content of `forecast.json`: rows, the best of them, costs and notes."""
 
@@ -99,7 +89,7 @@ class Forecast:
             "rows": self.rows,
             "hardware": {f"{t:g}": hardware.model_dump(mode="json") for t, hardware in self.hardware.items()},
             "environment": self.environment,
-            "settings": asdict(self.settings),
+            "settings": self.settings.model_dump(),
             "notes": self.notes,
             **engine,
         }

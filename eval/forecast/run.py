@@ -8,76 +8,66 @@ from pathlib import Path
 from rich.table import Table
 
 from draftsmith.decode.arguments import capabilities
-from draftsmith.decode.policies import check_policy
+from draftsmith.distill.data_section import require_client
 from draftsmith.errors import ConfigError, DraftsmithError
-from draftsmith.eval.forecast.forecast import PLAIN, BestPolicy, Forecast, ForecastSettings, forecast
+from draftsmith.eval.forecast.forecast import PLAIN, BestPolicy, Forecast, forecast
 from draftsmith.eval.forecast.profile import CostModel
 from draftsmith.eval.forecast.served import (
-    ServedRequest,
     engine_settings,
     measure_servers,
     served_forecast,
     served_settings,
 )
 from draftsmith.eval.prompts import PromptRows
-from draftsmith.eval.settings import Session, load_session, require_valid
+from draftsmith.eval.session import Session, load_session
+from draftsmith.eval.settings import ForecastSettings
 from draftsmith.heads.earlier_texts import memories
-from draftsmith.storage import hold_folder, require_writable_file, write_json, writing
+from draftsmith.option_fields import check_options
+from draftsmith.storage import hold_folder, write_json, writing
 from draftsmith.terminal import Terminal
 
 IN_FORECAST = "the results are in forecast.json"
 
 
-def run(
-    settings: ForecastSettings,
-    out: Path,
-    profile: Path | None = None,
-    save_profile: Path | None = None,
-    served: ServedRequest | None = None,
-    *,
-    trust_remote_code: bool = False,
-) -> Forecast:
-    """Validate the settings, load the models, forecast, and write `forecast.json` to `out`.
-
-    Args:
-        profile: seconds of another machine, used instead of measured ones.
-        save_profile: file for the measured seconds.
-        served: servers that are timed instead of this machine.
-    """
-    hardware, rows = _validated(settings, out, profile, save_profile, served)
-    for key, file in (("save-profile", save_profile), ("write", served and served.write)):
-        if file is not None:
-            require_writable_file(key, file)
+def run(settings: ForecastSettings, out: Path) -> Forecast:
+    """Check what the settings name, load the models, forecast, and write `forecast.json` to `out`."""
+    check_options(settings)
+    hardware = None if settings.profile is None else CostModel.load(settings.profile)
+    if settings.servers:
+        require_client()
+    rows = PromptRows.read(settings.prompts)
+    if rows.images:
+        raise ConfigError(f"prompts={settings.prompts} have images; expected prompts of text alone for a forecast")
     with hold_folder("out", out):
-        session = load_session(settings, rows, trust_remote_code=trust_remote_code)
+        session = load_session(settings, rows)
         _require_shared_passes(session, settings)
         for name, drafter in session.drafters.items():
             if memories(drafter):
                 given = settings.drafters[name]
                 raise ConfigError(f"drafter={given}; expected memory=off: a forecast has no texts of earlier requests")
         ids = [prompt.input_ids for prompt in session.prompts]
-        if served is not None:
-            predicted, measured = _served(served, settings, session)
+        if settings.servers:
+            predicted, measured = _served(settings, session)
         else:
             predicted = forecast(session.target, session.drafters, ids, settings, hardware, progress=True)
             measured = predicted.hardware[settings.temperatures[0]]
         predicted = replace(predicted, notes=[*session.notes, *predicted.notes])
         _write(predicted, out)
-        if save_profile is not None:
-            with writing(save_profile, IN_FORECAST):
-                measured.save(save_profile)
-        if served is not None and served.write is not None:
-            with writing(served.write, IN_FORECAST):
-                write_json(served.write, predicted.engine)
+        if settings.save_profile is not None:
+            with writing(settings.save_profile, IN_FORECAST):
+                measured.save(settings.save_profile)
+        if settings.write is not None:
+            with writing(settings.write, IN_FORECAST):
+                write_json(settings.write, predicted.engine)
         return predicted
 
 
-def _served(served: ServedRequest, settings: ForecastSettings, session: Session) -> tuple[Forecast, CostModel]:
+def _served(settings: ForecastSettings, session: Session) -> tuple[Forecast, CostModel]:
     """Return the forecast with the seconds of servers and the engines' settings, and the seconds."""
     (drafter,) = session.drafters.values()
     if drafter.only_retrieves:
         raise ConfigError(f"--server with drafter {drafter.type!r}, which copies; expected one that predicts tokens")
-    profile = measure_servers(served, settings, session)
+    profile = measure_servers(settings, session)
     ids = [prompt.input_ids for prompt in session.prompts]
     settings = served_settings(settings, profile)
     predicted = forecast(session.target, session.drafters, ids, settings, profile, progress=True)
@@ -104,39 +94,6 @@ def _write(predicted: Forecast, out: Path) -> None:
     except DraftsmithError:
         show(predicted, None)
         raise
-
-
-def _validated(
-    settings: ForecastSettings,
-    out: Path,
-    profile: Path | None,
-    save_profile: Path | None,
-    served: ServedRequest | None,
-) -> tuple[CostModel | None, PromptRows]:
-    """Return the profile and the rows of the prompts; ConfigError for settings that cannot be forecast."""
-    if not settings.drafters:
-        raise ConfigError("drafter is missing; expected at least one")
-    several = {"batch-size": settings.batch_sizes}
-    counts = {"max-draft-length": [settings.max_draft_length], "count": [settings.count]}
-    counts["max-new-tokens"] = [settings.max_new_tokens]
-    require_valid(settings, counts={**several, **counts}, unique=several)
-    for policy in settings.policies:  # compared for every drafter
-        check_policy(policy)
-    hardware = None if profile is None else CostModel.load(profile)
-    if profile is not None and save_profile is not None:
-        raise ConfigError(f"profile={profile} and save-profile={save_profile}; expected one of the two")
-    if save_profile is not None and len(settings.temperatures) > 1:
-        raise ConfigError.of(
-            "save-profile", str(save_profile), "one --temperature: rounds cost more when tokens are drawn"
-        )
-    if served is not None:
-        if profile is not None:
-            raise ConfigError("--server with --profile; expected one of the two")
-        served.sections(settings)
-    rows = PromptRows.read(settings.prompts)
-    if rows.images:
-        raise ConfigError(f"prompts={settings.prompts} have images; expected prompts of text alone for a forecast")
-    return hardware, rows
 
 
 def show(predicted: Forecast, out: Path | None) -> None:

@@ -19,14 +19,15 @@ from typing import Any, NamedTuple
 
 from draftsmith.decode.policies import Chain
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.data_section import ServerSection, require_client, server_section
+from draftsmith.distill.data_section import ServerSection, server_section
 from draftsmith.distill.server.answers import COMPLETION
 from draftsmith.distill.server.client import BadAnswer, ServerClient
 from draftsmith.errors import ConfigError, DraftsmithError
-from draftsmith.eval.forecast.forecast import Forecast, ForecastSettings, best_of
+from draftsmith.eval.forecast.forecast import Forecast, best_of
 from draftsmith.eval.forecast.profile import ANY, CostModel, DrafterSeconds
 from draftsmith.eval.server.measure import CounterRoutes, ServerRun, settled
-from draftsmith.eval.settings import Session, Settings
+from draftsmith.eval.session import Session
+from draftsmith.eval.settings import ForecastSettings, Settings
 from draftsmith.heads.base import Drafter, TrainableDrafter
 from draftsmith.heads.configs import is_named
 from draftsmith.heads.formats.common import RARE_IN_SGLANG, SGLANG, VLLM, vllm_type
@@ -45,54 +46,16 @@ Seconds = dict[int, dict[int, float]]
 """Seconds of a round by draft length (0: without a drafter) and batch size."""
 
 
-@dataclass(frozen=True)
-class ServedRequest:
-    """The servers of a forecast: one without a drafter, and one for each draft length to compare."""
-
-    urls: tuple[str, ...]
-    model: str | None
-    context: int | None = None
-    """Tokens of each prompt; None: the prompts as they are."""
-    write: Path | None = None
-    """File for the engines' settings."""
-
-    def sections(self, settings: ForecastSettings) -> list[ServerSection]:
-        """Return each server's section; ConfigError for what cannot be measured over HTTP."""
-        require_client()
-        if self.model is None:
-            raise ConfigError("--model is missing; expected the name under which the servers have the target")
-        if len(settings.temperatures) != 1:
-            raise ConfigError.of("temperature", list(settings.temperatures), "one with --server")
-        if len(settings.drafters) != 1 or settings.policies:
-            raise ConfigError("--server with several drafters or --policy; expected one drafter: engines draft chains")
-        if len(self.urls) < 2:
-            raise ConfigError(
-                f"--server {', '.join(self.urls)} alone; expected a server without a drafter and at least one with it, "
-                "since the draft length of a running server cannot be changed"
-            )
-        if self.context is not None and self.context < 1:
-            raise ConfigError.of("context", self.context, "at least 1")
-        sections = [server_section(url=url, model=self.model) for url in self.urls]
-        if len({section.base_url for section in sections}) < len(sections):
-            raise ConfigError.of("server", list(self.urls), "each only once")
-        return sections
-
-
-def measure_servers(request: ServedRequest, settings: ForecastSettings, session: Session) -> CostModel:
+def measure_servers(settings: ForecastSettings, session: Session) -> CostModel:
     """Return the profile of the servers, with `*` for the drafter's seconds at the lengths that they draft."""
-    sections = request.sections(settings)
-    checked = Settings(
-        settings.target,
-        {},
-        settings.prompts,
-        temperatures=settings.temperatures,
-        max_new_tokens=settings.max_new_tokens,
-    )
+    sections = [server_section(url=url, model=settings.model) for url in settings.servers]
+    same = settings.model_dump(include={"target", "prompts", "temperatures", "max_new_tokens"})
+    checked = Settings(drafters={}, **same)
     chat = Chat(session.tokenizer, settings.chat_template, settings.template_options)
     limit = context_limit(session.target.config)
     for section in sections:
         ServerRun(section, checked, chat, limit, session.prompts).check()
-    prompts = _prompts([prompt.input_ids for prompt in session.prompts], request.context, limit)
+    prompts = _prompts([prompt.input_ids for prompt in session.prompts], settings.context, limit)
     with stage("timing the servers", TURNS * len(sections) * len(settings.batch_sizes)) as done:
         turns = asyncio.run(_turns(sections, prompts, settings, done))
     usable = [turn for turn in turns if all(value > 0 for of in turn.values() for value in of.values())]
@@ -105,7 +68,7 @@ def measure_servers(request: ServedRequest, settings: ForecastSettings, session:
         length: {batch: fmean(turn[length][batch] for turn in usable) for batch in of}
         for length, of in usable[0].items()
     }
-    return _profile(means, request).model_copy(update={"repeats": tuple(_profile(turn, request) for turn in usable)})
+    return _profile(means, settings).model_copy(update={"repeats": tuple(_profile(turn, settings) for turn in usable)})
 
 
 def _prompts(prompts: list[list[int]], context: int | None, limit: int | None) -> list[list[int]]:
@@ -196,16 +159,16 @@ def _tokens(answer: Any) -> int:
     return count
 
 
-def _profile(seconds: Seconds, request: ServedRequest) -> CostModel:
+def _profile(seconds: Seconds, settings: ForecastSettings) -> CostModel:
     """Return a profile: the target's round, and what a drafting server takes beyond it."""
     alone = seconds[0]
     draft = {
         batch: {length: max(0.0, of[batch] - alone[batch]) for length, of in sorted(seconds.items()) if length}
         for batch in alone
     }
-    context = "" if request.context is None else f", {request.context} tokens of context"
+    context = "" if settings.context is None else f", {settings.context} tokens of context"
     return CostModel(
-        name=f"{request.model} at {', '.join(request.urls)}{context}",
+        name=f"{settings.model} at {', '.join(settings.servers)}{context}",
         alone=alone,
         verify={batch: {1: value} for batch, value in alone.items()},
         drafters={ANY: DrafterSeconds(draft=draft)},
@@ -215,7 +178,8 @@ def _profile(seconds: Seconds, request: ServedRequest) -> CostModel:
 def served_settings(settings: ForecastSettings, profile: CostModel) -> ForecastSettings:
     """Return the settings of a forecast for these servers: chains up to the longest measured one, the engines' rule."""
     longest = max(_lengths(profile))
-    return replace(settings, max_draft_length=longest, policies=(str(Chain(longest)),), rule=settings.rule or "token")
+    served = {"max_draft_length": longest, "policies": (str(Chain(longest)),), "rule": settings.rule or "token"}
+    return settings.model_copy(update=served)
 
 
 def _lengths(profile: CostModel) -> list[int]:

@@ -15,7 +15,7 @@ from draftsmith.eval.lossless.greedy import Divergence, GreedyCheck, check_greed
 from draftsmith.eval.lossless.hypotheses import ALL_TOKENS, JOINT, POWER, SamplingCheck
 from draftsmith.eval.lossless.sampling import Done, SamplingJob, check_sampling
 from draftsmith.eval.prompts import Prompt
-from draftsmith.eval.settings import PairSettings
+from draftsmith.eval.settings import CheckSettings
 from draftsmith.heads.base import Drafter
 from draftsmith.provenance import environment, model_fingerprint
 from draftsmith.terminal import Bars, Terminal, markdown, stage, time_left
@@ -27,18 +27,6 @@ GREEDY_TOKENS = 96
 CALIBRATION = 4
 LOSSLESS, LOSSY, INCONCLUSIVE = "lossless", "lossy", "inconclusive"
 Verdict = Literal["lossless", "lossy", "inconclusive"]
-
-
-@dataclass(frozen=True)
-class CheckSettings(PairSettings):
-    """Settings of a check; runs with equal settings make the same draws."""
-
-    count: int | None = 12
-    draft_length: int | None = None
-    tokens: int = 10_000
-    """Tokens sampled with the rule, and as many with the control, for each drafter, policy and temperature."""
-    baseline: str | None = None
-    """Address of a server without speculation, with which a server is compared instead of with the loaded target."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +63,8 @@ class Check:
         return LOSSLESS if verdicts == {LOSSLESS} and self.finished else INCONCLUSIVE
 
     def as_json(self) -> dict[str, Any]:
-        return {"schema": SCHEMA, "verdict": self.verdict, "alpha": ALPHA, **asdict(self)}
+        values = asdict(self) | {"settings": self.settings.model_dump()}
+        return {"schema": SCHEMA, "verdict": self.verdict, "alpha": ALPHA, **values}
 
 
 def check(

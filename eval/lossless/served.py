@@ -241,23 +241,19 @@ def check_server(
     rows: PromptRows,
     out: Path | None,
     *,
-    model: str | None = None,
-    trust_remote_code: bool = False,
     keep: Callable[[Check], None] = lambda _: None,
 ) -> Check:
     """Check a running server against the target, or against `settings.baseline`, a server without speculation.
 
     Args:
-        settings: `drafters` has the server's address.
         out: folder for the answers, which are kept until the check is finished.
-        model: the name under which the servers have the target; None: the only one that each lists.
         keep: called with the results so far after each arm.
     """
     require_client()
     if rows.images:
         raise ConfigError("prompts with images; expected text, which a server is asked with")
-    tokenizer, config = load_tokenizer(settings.target, trust_remote_code=trust_remote_code)
-    ends = load_ends(settings.target, trust_remote_code=trust_remote_code)
+    tokenizer, config = load_tokenizer(settings.target, trust_remote_code=settings.trust_remote_code)
+    ends = load_ends(settings.target, trust_remote_code=settings.trust_remote_code)
     if isinstance(tokenizer.eos_token_id, int):
         ends |= {tokenizer.eos_token_id}
     chat = Chat(tokenizer, settings.chat_template, settings.template_options, ends=ends)
@@ -267,7 +263,7 @@ def check_server(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory())) if out is None else out
         files = folder / "answers.jsonl", folder / "answers-baseline.jsonl"
-        asked = (url, model, settings, chat, prompts, files[0])
+        asked = (url, settings.model, settings, chat, prompts, files[0])
         with stage("asking what the server serves"):
             server = ServedModel.connect(*asked)
         stack.enter_context(server.journal)
@@ -277,11 +273,11 @@ def check_server(
                     settings.target,
                     dtype=settings.dtype,
                     attn_implementation=settings.attn_implementation,
-                    trust_remote_code=trust_remote_code,
+                    trust_remote_code=settings.trust_remote_code,
                 ).model
             reference, identity = Local(loaded, chat, settings.seed), model_fingerprint(loaded)
         else:
-            other = (settings.baseline, model, settings, chat, prompts, files[1])
+            other = (settings.baseline, settings.model, settings, chat, prompts, files[1])
             reference, identity = Baseline(ServedModel.connect(*other)), settings.target
             stack.enter_context(reference.server.journal)
         limit = min((n for n in (server.context, context_limit(config)) if n is not None), default=None)

@@ -9,7 +9,7 @@ import numpy as np
 from rich.table import Table
 
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.data_section import ServerSection, is_address, require_client
+from draftsmith.distill.data_section import is_address, require_client
 from draftsmith.distill.load_target import load_tokenizer
 from draftsmith.distill.server.client import served_at
 from draftsmith.errors import ConfigError
@@ -19,7 +19,7 @@ from draftsmith.eval.prompts import PromptRows, prompts_fingerprint, time_of
 from draftsmith.eval.report import interval
 from draftsmith.eval.results import EVALUATION, Evaluation, ServerRow, read_evaluation
 from draftsmith.eval.server.measure import Batches, Condition, CounterRoutes, ServerRun, measure_in_turns, series_of
-from draftsmith.eval.settings import BASELINE, Settings, require_valid
+from draftsmith.eval.settings import BASELINE, ServedSettings
 from draftsmith.heads.model_config import context_limit
 from draftsmith.metrics import Series, acceptance_at, alpha, few_units, intervals, ratio, speeds, speedup, tau
 from draftsmith.provenance import environment
@@ -32,26 +32,24 @@ JOURNAL = "batches.jsonl"
 COLUMNS = ("T", "requests", "tok/s", "ms a token", "tau", "acceptance by position", "alone tok/s", "speedup")
 
 
-def measure_server(
-    server: ServerSection, settings: Settings, out: Path, *, baseline: str | None, trust_remote_code: bool = False
-) -> Evaluation:
+def measure_server(settings: ServedSettings, out: Path) -> Evaluation:
     """Measure a server, and write `report.md` and `eval.json` to `out`.
-
-    Args:
-        settings: those of a local measurement; `batch_sizes` are the numbers of requests at a time.
-        baseline: the address of a server of the target without a drafter, or an `eval.json` with such a measurement.
 
     Raises:
         ConfigError: before anything is measured, for settings that cannot be measured, a server of another model, and a
             baseline of other prompts or conditions.
     """
-    rows = _validated(server, settings, out)
+    require_client()
+    server, baseline = settings.server, settings.baseline
+    rows = PromptRows.read(settings.prompts, settings.subset, settings.split)
+    if rows.images:
+        raise ConfigError("prompts with images; expected text, which a server is asked with")
     with hold_folder("out", out):
         if (out / EVALUATION).exists():
             raise ConfigError(f"out={out} holds an eval.json; expected another folder")
-        tokenizer, config = load_tokenizer(settings.target, trust_remote_code=trust_remote_code)
+        tokenizer, config = load_tokenizer(settings.target, trust_remote_code=settings.trust_remote_code)
         template, options = settings.chat_template, settings.template_options
-        urls = [server.base_url, *([baseline] if is_address(baseline) else [])]
+        urls = [server.base_url, *settings.addresses[1:]]
         limits = [context_limit(config), *(served.context for served in served_at(urls, server.model))]
         context = min((limit for limit in limits if limit is not None), default=None)
         now = begun(out / JOURNAL) or datetime.now()
@@ -78,19 +76,6 @@ def measure_server(
             write_json(out / EVALUATION, result.as_json())
         (out / JOURNAL).unlink()
         return result
-
-
-def _validated(server: ServerSection, settings: Settings, out: Path) -> PromptRows:
-    require_client()
-    if not isinstance(server.url, str):
-        raise ConfigError.of("server", server.url, "one address: counters belong to one server")
-    counts = {"count": [settings.count], "max_new_tokens": [settings.max_new_tokens], "repeats": [settings.repeats]}
-    sizes = {"concurrency": settings.batch_sizes}
-    require_valid(settings, counts={**sizes, **counts}, unique=sizes)
-    rows = PromptRows.read(settings.prompts, settings.subset, settings.split)
-    if rows.images:
-        raise ConfigError("prompts with images; expected text, which a server is asked with")
-    return rows
 
 
 def _stored_baseline(baseline: str, run: ServerRun, prompts: str) -> dict[Condition, Series]:

@@ -156,8 +156,8 @@ def test_what_cannot_be_measured_is_refused(folder: Path, capsys: pytest.Capture
             ([*named[2:], "--temperature", 0], "draft length of a running server cannot be changed"),
             ([*named, "--temperature", 0, "--policy", "chain:draft_length=2"], "engines draft chains"),
             ([*named, "--temperature", 0, "--drafter", "suffix"], "expected one drafter"),
-            ([*named, "--temperature", 0, "--profile", "p.yaml"], "profile=p.yaml cannot be read"),
-            ([*named, "--temperature", 0, "--context", 0], "expected at least 1"),
+            ([*named, "--temperature", 0, "--profile", "p.yaml"], "--server with --profile; expected one"),
+            ([*named, "--temperature", 0, "--context", 0], "--context=0; expected >= 1"),
             ([*named, "--temperature", 0, "--context", 120], "expected at most 96, the target's limit less 32 tokens"),
             ([*named[:2], "--server", plain.url, "--model", "tiny", "--temperature", 0], "each only once"),
             (

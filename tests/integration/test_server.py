@@ -173,8 +173,6 @@ def test_recipes_that_do_not_fit(keys: list[str], message: str, recipe_file: Pat
 
 
 def test_options_that_do_not_fit(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "abc"}\n')
     for more, message in (
         (["--model", "m"], "--model without --server"),
         (["--top-p", "0.5"], "--top-p without --server"),
@@ -182,10 +180,13 @@ def test_options_that_do_not_fit(folder: Path, tmp_path: Path, capsys: pytest.Ca
         (["--server", "http://h"], "--model is missing"),
         (["--server", "http://h", "--model", "m", "--drafter", "suffix"], "--drafter suffix with --server"),
         (["--server", "http://h", "--model", "m", "--extra-body", "{"], "is not JSON"),
-        (["--server", "http://h", "--model", "m", "--extra-body", "[]"], "server.extra_body"),
+        (
+            ["--server", "http://h", "--model", "m", "--extra-body", "[]"],
+            "--extra-body=[]; expected a valid",
+        ),
         (["--server", "http://u:hunter2@h", "--model", "m"], "DRAFTSMITH_SERVER_KEY"),
     ):
-        assert run("data", "regenerate", prompts, "--target", folder, "--out", tmp_path / "o", *more) == 2
+        assert run("data", "regenerate", "user/prompts", "--target", folder, "--out", tmp_path / "o", *more) == 2
         err = capsys.readouterr().err
         assert message in err
         assert err.count("\n") == 1

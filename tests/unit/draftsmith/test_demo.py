@@ -13,7 +13,8 @@ from draftsmith import SpeculativeDecoder
 from draftsmith.cli.demo import DEFAULT, Demo, Lane, race, steps
 from draftsmith.distill.detokenize import IncrementalText
 from draftsmith.errors import ConfigError
-from draftsmith.eval.settings import PairSettings, Session
+from draftsmith.eval.session import Session
+from draftsmith.eval.settings import PairSettings
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel
@@ -96,7 +97,7 @@ def test_a_reader_who_leaves_ends_the_thread_and_sees_errors() -> None:
 def test_what_the_page_shows(policy: str, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     target = target_model()
     pair = Session(target, tiny_tokenizer, {"<drafter>": DraftModel(target_model())}, [])
-    demo = Demo(PairSettings("t", {"<drafter>": "d"}), pair)
+    demo = Demo(PairSettings(target="t", drafters={"<drafter>": "d"}), pair)
     *_, (alone, drafted, bars, comparison) = demo.decode("a<b>", 0.0, policy, 24, 0)
     *_, (*_, sampled) = demo.decode("a<b>", 1.0, policy, 24, 0)
     assert "sampled texts differ" in sampled

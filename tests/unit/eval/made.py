@@ -67,7 +67,7 @@ PLAIN = {
 
 
 def evaluation(rows: list[dict[str, Any]] | None = None, **changes: Any) -> Evaluation:
-    settings = Settings("t", {"d": "folder"}, "p.jsonl")
+    settings = Settings(target="t", drafters={"d": "folder"}, prompts="p.jsonl")
     values = {"rows": rows or [row()], "environment": environment(), "plain": PLAIN, **changes}
     return Evaluation(settings, **{"identity": {"target": "t0", "prompts": "p0"}, **values})
 

@@ -21,9 +21,9 @@ from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.earlier_texts import Recall
 
 SETTINGS = Settings(
-    "t",
-    {"d": "x"},
-    "p",
+    target="t",
+    drafters={"d": "x"},
+    prompts="p",
     max_new_tokens=6,
     draft_lengths=(2,),
     repeats=2,
@@ -83,7 +83,7 @@ def test_turns_without_room_are_left_out_in_all_arms(
     tiny_tokenizer: PreTrainedTokenizerFast, prompts: list[Prompt]
 ) -> None:
     """Questions alone take 8 tokens; after an answer of 6 the second has 12 and fits in 14, the third does not."""
-    settings = replace(SETTINGS, repeats=1, temperatures=(0.0,))
+    settings = SETTINGS.model_copy(update={"repeats": 1, "temperatures": (0.0,)})
     drafters = {"d": DraftModel(make_llama(seed=1))}
     for context, count in ((14, 1), (12, 2)):
         target = make_llama(max_position_embeddings=context)
@@ -96,7 +96,7 @@ def test_batches_decode_what_each_prompt_gives_alone(
     tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     prompts = [_prompt(name, tiny_tokenizer, name * 3, category="x" if name > "c" else "y") for name in "abcde"]
-    settings = replace(SETTINGS, batch_sizes=(1, 2), repeats=1)
+    settings = SETTINGS.model_copy(update={"batch_sizes": (1, 2), "repeats": 1})
     run = EvaluationRun(tiny_target, {"d": DraftModel(make_llama(seed=1))}, prompts, settings, tiny_tokenizer)
     run.measure(progress=False)
     for temperature in (0.0, 1.0):
@@ -115,8 +115,8 @@ def test_batches_decode_what_each_prompt_gives_alone(
 def test_draft_lengths_that_a_drafter_does_not_reach(tiny_target: LlamaForCausalLM, prompts: list[Prompt]) -> None:
     drafters = {"d": Medusa.from_target(tiny_target, num_heads=2)}
     with pytest.raises(ConfigError, match="draft_length=3; expected at most 2"):
-        EvaluationRun(tiny_target, drafters, prompts[1:], replace(SETTINGS, draft_lengths=(3,)))
-    run = EvaluationRun(tiny_target, drafters, prompts[1:], replace(SETTINGS, draft_lengths=(1, 3)))
+        EvaluationRun(tiny_target, drafters, prompts[1:], SETTINGS.model_copy(update={"draft_lengths": (3,)}))
+    run = EvaluationRun(tiny_target, drafters, prompts[1:], SETTINGS.model_copy(update={"draft_lengths": (1, 3)}))
     assert run.plans == {"d": [{"draft_length": 1}]}
     assert run.left_out == ["d at gamma=3: it proposes at most 2 tokens."]
 
@@ -141,7 +141,7 @@ def test_samples_show_every_token_and_its_kind(
     tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, prompts: list[Prompt]
 ) -> None:
     drafters = {"d": DraftModel(make_llama(seed=1)), "self": DraftModel(tiny_target)}
-    settings = replace(SETTINGS, repeats=1, temperatures=(0.0,))
+    settings = SETTINGS.model_copy(update={"repeats": 1, "temperatures": (0.0,)})
     found = evaluate(tiny_target, drafters, prompts, settings, tokenizer=tiny_tokenizer, progress=False).samples
     assert [(sample["prompt"], sample["drafter"]) for sample in found] == [
         (prompt, drafter) for prompt in "ab" for drafter in ("d", "self")
@@ -163,7 +163,9 @@ def test_earlier_texts_are_forgotten_before_they_are_decoded_again(
 ) -> None:
     prompts = [_prompt(name, tiny_tokenizer, name * 3) for name in "abcab"]
     prompts = [replace(prompt, id=f"{number}") for number, prompt in enumerate(prompts)]
-    settings = replace(SETTINGS, draft_lengths=(), temperatures=(0.0,), repeats=3, max_new_tokens=24)
+    settings = SETTINGS.model_copy(
+        update={"draft_lengths": (), "temperatures": (0.0,), "repeats": 3, "max_new_tokens": 24}
+    )
     run = EvaluationRun(tiny_target, {"d": Recall(min_match=2)}, prompts, settings, tiny_tokenizer)
     run.measure(progress=False)
     rounds = [
@@ -176,5 +178,8 @@ def test_earlier_texts_are_forgotten_before_they_are_decoded_again(
     assert sum(rounds[0][3:]) < sum(rounds[0][:2]), "texts of other prompts are remembered"
     with pytest.raises(ConfigError, match="memory=on, with 2 draft lengths and policies; expected one"):
         EvaluationRun(
-            tiny_target, {"d": Recall(DraftModel(make_llama(1)))}, prompts, replace(settings, draft_lengths=(1, 2))
+            tiny_target,
+            {"d": Recall(DraftModel(make_llama(1)))},
+            prompts,
+            settings.model_copy(update={"draft_lengths": (1, 2)}),
         )

@@ -1,7 +1,6 @@
 """The journal of cells: what survives a kill, and what is refused."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.eval.journal import BATCH, Journal, Numbers, TextRecord
 from draftsmith.eval.settings import Settings
 
-SETTINGS = Settings("t", {"d": "x"}, "p", seed=1)
+SETTINGS = Settings(target="t", drafters={"d": "x"}, prompts="p", seed=1)
 PRINTS = {"target": "t", "drafters": {"d": "w"}, "prompts": "p"}
 ENVIRONMENT = {"cpu": "c", "accelerator": None}
 
@@ -62,7 +61,7 @@ def test_another_run_is_refused_and_nothing_is_touched(
     _journal(path, 1)
     before = path.read_bytes()
     with pytest.raises(ConfigError, match="holds another run: " + message):
-        Journal(path).begin(replace(SETTINGS, **settings), PRINTS | prints, ENVIRONMENT)
+        Journal(path).begin(SETTINGS.model_copy(update=settings), PRINTS | prints, ENVIRONMENT)
     assert path.read_bytes() == before
 
 
@@ -87,9 +86,9 @@ def test_options_of_another_version(stored: dict, now: dict, message: str | None
     journal = Journal(path)
     if message is not None:
         with pytest.raises(ConfigError, match=message):
-            journal.begin(replace(SETTINGS, **now), PRINTS, ENVIRONMENT)
+            journal.begin(SETTINGS.model_copy(update=now), PRINTS, ENVIRONMENT)
         return
-    journal.begin(replace(SETTINGS, **now), PRINTS, ENVIRONMENT)
+    journal.begin(SETTINGS.model_copy(update=now), PRINTS, ENVIRONMENT)
     assert len(journal.cells) == 2
 
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,10 @@ from conftest import make_llama
 from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.cli import main
-from draftsmith.cli.options import named_drafters
 from draftsmith.distill.load_target import DTYPES
 from draftsmith.errors import ConfigError
-from draftsmith.eval.settings import PairSettings, load_session
+from draftsmith.eval.session import load_session
+from draftsmith.eval.settings import PairSettings, named_drafters
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.medusa import Medusa
@@ -85,10 +84,10 @@ def test_every_policy_has_to_suit_the_target(tmp_path: Path, tiny_tokenizer: Pre
     BloomForCausalLM(config).save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
     policies = ("chain:draft_length=2", "best-first:size=4,depth=2")
-    settings = PairSettings(str(tmp_path), {"draft": str(tmp_path)}, policies=policies)
+    settings = PairSettings(target=str(tmp_path), drafters={"draft": str(tmp_path)}, policies=policies)
     with pytest.raises(ConfigError, match=r"policy=best-first.* takes no position_ids"):
         load_session(settings, None)
-    assert load_session(replace(settings, policies=policies[:1]), None).drafters
+    assert load_session(settings.model_copy(update={"policies": policies[:1]}), None).drafters
 
 
 @pytest.mark.parametrize(
@@ -111,7 +110,7 @@ def test_a_target_of_16_bits_that_is_computed_in_32_is_told(
 ) -> None:
     make_llama().to(DTYPES[stored]).save_pretrained(tiny_target_folder)
     monkeypatch.setattr("draftsmith.distill.load_target.bf16_is_fast", lambda _: fast)
-    load_session(PairSettings(str(tiny_target_folder), {}, dtype=dtype), None, progress=False)
+    load_session(PairSettings(target=str(tiny_target_folder), drafters={}, dtype=dtype), None, progress=False)
     line = "target: stored in bfloat16, computed in float32; --dtype bfloat16 is faster on this machine"
     assert (line in capsys.readouterr().err) == said
 
@@ -134,7 +133,9 @@ def test_wrong_pairs_are_recognised(
         with pytest.raises(ConfigError, match=r"target=.* is a drafter of type .* for user/other; expected a target"):
             check_target_name(str(target))
 
-    load_session(PairSettings(str(tiny_target_folder), {"mine": str(run / "drafter")}), None, progress=False)
+    load_session(
+        PairSettings(target=str(tiny_target_folder), drafters={"mine": str(run / "drafter")}), None, progress=False
+    )
     said = " ".join(capsys.readouterr().err.split())
     assert f"mine was trained for user/other, and the weights of {tiny_target_folder} are different" in said
     assert "mine was trained on the target in bfloat16, not float32 (--dtype bfloat16)" in said
@@ -142,7 +143,11 @@ def test_wrong_pairs_are_recognised(
     assert "swapped" not in said
 
     make_llama(num_hidden_layers=6).save_pretrained(tmp_path / "large")
-    load_session(PairSettings(str(tiny_target_folder), {"d": str(tmp_path / "large")}), None, progress=False)
+    load_session(
+        PairSettings(target=str(tiny_target_folder), drafters={"d": str(tmp_path / "large")}), None, progress=False
+    )
     assert "are --target and --drafter swapped?" in " ".join(capsys.readouterr().err.split())
-    load_session(PairSettings(str(tiny_target_folder), {"d": str(tiny_target_folder)}), None, progress=False)
+    load_session(
+        PairSettings(target=str(tiny_target_folder), drafters={"d": str(tiny_target_folder)}), None, progress=False
+    )
     assert "note:" not in capsys.readouterr().err

@@ -23,7 +23,8 @@ from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.errors import ConfigError
 from draftsmith.eval.forecast.expected_rounds import accepted, of_rounds, replay, retrieved
-from draftsmith.eval.forecast.forecast import ForecastSettings, candidates, forecast, predict
+from draftsmith.eval.forecast.forecast import candidates, forecast, predict
+from draftsmith.eval.settings import ForecastSettings
 from draftsmith.eval.teacher_forced import acceptance_measure, agreement, sample_texts, target_text
 from draftsmith.heads import HEADS, DraftModel
 from draftsmith.heads.base import Drafter
@@ -189,7 +190,9 @@ def test_a_hybrid_copies_or_drafts(shortest: int, target: LlamaForCausalLM) -> N
     drafter = Hybrid(EarlyExit(target, layers=3), SuffixRetrieval(min_match=shortest), min_match=2)
     out = SpeculativeDecoder(target, drafter, policy=Chain(2)).generate([5, 6] * 4, max_new_tokens=60)
     text = target_text(target, out.prompt_tokens, out.tokens, 60)
-    settings = ForecastSettings("t", {}, "p", max_draft_length=2, max_new_tokens=60, policies=("chain:draft_length=2",))
+    settings = ForecastSettings(
+        target="t", drafters={}, prompts="p", max_draft_length=2, max_new_tokens=60, policies=("chain:draft_length=2",)
+    )
     plans = dict(predict(target, drafter, [text], settings, Sampling(0.0)).plans)
     assert plans[str(Chain(2))][0].rounds == len(out.rounds) < text.anchors
 
@@ -221,7 +224,11 @@ def test_encoder_decoder_pairs() -> None:
 
 def test_tables_reach_as_deep_as_the_deepest_policy(target: LlamaForCausalLM) -> None:
     settings = ForecastSettings(
-        "t", {}, "p", max_draft_length=2, policies=("chain:draft_length=5", "best-first:size=8,depth=4")
+        target="t",
+        drafters={},
+        prompts="p",
+        max_draft_length=2,
+        policies=("chain:draft_length=5", "best-first:size=8,depth=4"),
     )
     drafter = EarlyExit(target, layers=3)
     assert max(policy.longest for policy in candidates(drafter, settings) if policy is not None) == 5
@@ -240,7 +247,7 @@ def test_texts_without_room_for_a_round_are_not_timed(
     monkeypatch.setattr("draftsmith.eval.forecast.hardware.TURNS", 2)
     monkeypatch.setattr("draftsmith.eval.forecast.hardware.measure_costs", lambda *_, **__: Costs({1: 1.0}, {1: 0.1}))
     policies = {"max_draft_length": 1, "policies": ("chain:draft_length=1",)}
-    settings = ForecastSettings("t", {"d": "x"}, "p", temperatures=(0.0,), **policies)
+    settings = ForecastSettings(target="t", drafters={"d": "x"}, prompts="p", temperatures=(0.0,), **policies)
     drafters, long = {"d": EarlyExit(target, layers=3)}, [[7] * tokens] * 2
     drafters["d"].draft_length_hint = 1
     assert forecast(target, drafters, [*long, PROMPTS[0]], settings).rows[0]["texts"] == 3

@@ -12,9 +12,10 @@ from draftsmith.decode.costs import Costs
 from draftsmith.decode.policies import BestFirst
 from draftsmith.decode.profiling import measure_costs
 from draftsmith.decode.sampling import Sampling
-from draftsmith.eval.forecast.forecast import ForecastSettings, forecast
+from draftsmith.eval.forecast.forecast import forecast
 from draftsmith.eval.forecast.hardware import TimedVariant, _Fixed, end
 from draftsmith.eval.forecast.profile import CostModel, DrafterSeconds
+from draftsmith.eval.settings import ForecastSettings
 from draftsmith.eval.teacher_forced import TargetText
 from draftsmith.heads import HEADS, DraftModel
 from draftsmith.heads.base import Drafter
@@ -105,7 +106,9 @@ def test_a_profile_without_the_seconds_of_a_tree_says_what_is_assumed(own: bool)
     drafters = {"d": EarlyExit(target, layers=1)}
     seconds = DrafterSeconds(draft={1: {1: 0.2}}, policies={tree: {1: 0.5}} if own else {})
     profile = CostModel(alone={1: 1.0}, verify={1: {1: 1.3}}, drafters={"d": seconds})
-    settings = ForecastSettings("t", {"d": "d"}, "p", policies=(tree,), temperatures=(0.0,), max_new_tokens=40)
+    settings = ForecastSettings(
+        target="t", drafters={"d": "d"}, prompts="p", policies=(tree,), temperatures=(0.0,), max_new_tokens=40
+    )
     found = forecast(target, drafters, PROMPTS, settings, profile)
     assert any(f"no seconds of rounds of {tree}" in note for note in found.notes) != own
     (row,) = [row for row in found.rows if row["policy"] == tree]

@@ -16,11 +16,12 @@ from draftsmith import SpeculativeDecoder
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.conversation import text_seed
 from draftsmith.distill.server.answers import bare
-from draftsmith.eval.lossless.check import CheckSettings, VariantCheck
+from draftsmith.eval.lossless.check import VariantCheck
 from draftsmith.eval.lossless.hypotheses import chi_square_tail, homogeneity
 from draftsmith.eval.lossless.served import ServedCheck
 from draftsmith.eval.lossless.served_answers import Baseline, Local, Said, ServedModel, ServedRequest
 from draftsmith.eval.prompts import Prompt
+from draftsmith.eval.settings import CheckSettings
 from draftsmith.heads.draft_model import DraftModel
 
 CONTEXT = 64
@@ -83,7 +84,7 @@ class Server:
 
 
 def check(server: Server, *, baseline: bool = False, tokens: int = 1600) -> tuple[dict[str, VariantCheck], list[str]]:
-    settings = CheckSettings("tiny", {"server": "http://127.0.0.1"}, temperatures=(0.0, 1.0), tokens=tokens)
+    settings = CheckSettings(target="tiny", server="http://127.0.0.1", temperatures=(0.0, 1.0), tokens=tokens)
     other = cast(ServedModel, Server("no drafts", texts=server.texts, seed=1))
     reference = Baseline(other) if baseline else Local(target(), server.chat, 0)
     run = ServedCheck(cast(ServedModel, server), reference, PROMPTS, settings, CONTEXT)
