@@ -20,9 +20,10 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
+from draftsmith.train.machines import MACHINES
 from draftsmith.train.memory_estimate import estimate_memory
 from draftsmith.train.recipe import Recipe, load_recipe, shipped_recipes
-from draftsmith.train.time_estimate import MACHINES, estimate_work
+from draftsmith.train.time_estimate import estimate_work
 
 ROOT = Path(__file__).parents[1]
 SIZES = (8, 16, 24, 48, 80, 141)

@@ -386,7 +386,7 @@ class ForecastSettings(PairSettings):
             raise ConfigError.of(server, list(self.servers), "each only once")
 
 
-class GenerateSettings(PairSettings):
+class PromptSettings(PairSettings):
     """A prompt, and how `draftsmith generate` continues it: with at most one drafter, policy and temperature."""
 
     options = (

@@ -64,25 +64,6 @@ class RunContext:
         return accelerator.num_processes // together, accelerator.process_index // together
 
 
-def require_divisible(recipe: Recipe, processes: int) -> None:
-    """Raise ConfigError for a batch or processes that the recipe cannot divide evenly."""
-    together = {
-        "target.tensor_parallel": recipe.target.tensor_parallel,
-        "train.sequence_parallel": recipe.train.sequence_parallel,
-    }
-    for key, size in together.items():
-        if processes % size:
-            raise ConfigError(f"{key}={size} with processes={processes}; expected a divisor of the number of processes")
-    shares = processes // recipe.train.sequence_parallel
-    parts = shares * recipe.train.gradient_accumulation
-    if recipe.train.batch_size % parts:
-        of = "" if shares == processes else f" / sequence_parallel={recipe.train.sequence_parallel}"
-        raise ConfigError(
-            f"train.batch_size={recipe.train.batch_size}; expected a multiple of {parts} = {processes} processes{of} x "
-            f"gradient_accumulation={recipe.train.gradient_accumulation}"
-        )
-
-
 KERNELS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 """Number of kernels that oneDNN keeps for bf16 on a CPU, read before the first one runs. Its default, 1,024, is no use
 where every batch has shapes of its own: after 26 steps, kernels took 170 MiB."""
@@ -97,7 +78,7 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
         ConfigError: before processes connect, for an engine or engine options that the recipe does not support.
     """
     launched = launch_variables()
-    require_divisible(recipe, launched.processes)
+    recipe.require_divisible(launched.processes)
     os.environ.setdefault(*KERNELS)
     on_cpu = launched.address is not None and not torch.accelerator.is_available()
     options: dict[str, Any] = {"cpu": on_cpu}
@@ -118,7 +99,7 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
             kwargs_handlers=[group, DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
             **options,
         )
-    require_divisible(recipe, accelerator.num_processes)  # launchers other than torchrun set other variables
+    recipe.require_divisible(accelerator.num_processes)  # launchers other than torchrun set other variables
     if _enabled(DEEPSPEED):
         unset_hf_deepspeed_config()  # or transformers would shard the target under ZeRO-3 while it is loaded
     if _enabled(FSDP) and accelerator.distributed_type == DistributedType.MULTI_CPU:

@@ -158,6 +158,22 @@ class Recipe(Section):
             if (name := getattr(self, key)) is not None:
                 check_drafter_name(name, key)
 
+    def require_divisible(self, processes: int) -> None:
+        """Raise ConfigError for a batch or a number of processes that cannot be divided evenly."""
+        parallel, accumulation = self.train.sequence_parallel, self.train.gradient_accumulation
+        together = {"target.tensor_parallel": self.target.tensor_parallel, "train.sequence_parallel": parallel}
+        for key, size in together.items():
+            if processes % size:
+                divisor = "expected a divisor of the number of processes"
+                raise ConfigError(f"{key}={size} with processes={processes}; {divisor}")
+        parts = processes // parallel * accumulation
+        if self.train.batch_size % parts:
+            of = "" if parallel == 1 else f" / sequence_parallel={parallel}"
+            raise ConfigError(
+                f"train.batch_size={self.train.batch_size}; expected a multiple of {parts} = {processes} processes{of} "
+                f"x gradient_accumulation={accumulation}"
+            )
+
     def drafter_options(self) -> dict[str, Any]:
         """Return the keyword arguments of the drafter's `from_target`, without its draft vocabulary."""
         return self.drafter.model_dump(exclude={"type", "draft_vocab_size"})

@@ -4,14 +4,13 @@ Also whether it fits into the memory of the GPU, and the recipe values with whic
 """
 
 import math
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.errors import DraftsmithError
 from draftsmith.heads.hidden_states import final_states
 from draftsmith.train.fake_run import (
     Operations,
@@ -20,22 +19,11 @@ from draftsmith.train.fake_run import (
     target_of,
     without_data,
 )
+from draftsmith.train.machines import MACHINES, room_on
 from draftsmith.train.memory_estimate import cache_bytes
 from draftsmith.train.progress import in_units
 from draftsmith.train.recipe import Recipe
 
-MACHINES = {
-    "h200": (989.0, 4800.0, 140),
-    "h100": (989.0, 3350.0, 80),
-    "a100": (312.0, 2039.0, 80),
-    "l40s": (362.0, 864.0, 48),
-    "rtx4090": (165.0, 1008.0, 24),
-    "a10": (125.0, 600.0, 24),
-    "l4": (121.0, 300.0, 24),
-}
-"""Dense bf16 TFLOP/s, memory bandwidth in GB/s, and memory in GiB, from the vendors' data sheets."""
-USABLE = 0.94
-"""Share of a GPU's memory that torch's allocator can fill; the context and fragments take the rest."""
 OPERATIONS_SHARE, BYTES_SHARE = 0.4, 0.5
 """Shares of both that a run is assumed to reach."""
 
@@ -73,20 +61,6 @@ class WorkEstimate:
         sampling, training = self.sampling_seconds(machine), self.training_seconds(machine)
         parts = f"sampling {in_hours(sampling)}, training {in_hours(training)}"
         return f"about {in_hours(sampling + training)} on {machine}: {parts}"
-
-
-def machine_named(name: str) -> str:
-    """Return the entry of `MACHINES` for a name such as `H100`, `RTX 4090` or `A100-80GB`; ConfigError without one."""
-    words = [word.removeprefix("rtx") for word in re.split(r"[^a-z0-9]+", name.lower())]
-    for machine in MACHINES:
-        if machine.removeprefix("rtx") in words:
-            return machine
-    raise ConfigError.of("--on", name, f"one of {', '.join(MACHINES)}")
-
-
-def room_on(machine: str) -> int:
-    """Return the bytes of a machine's GPU that a run can fill."""
-    return round(MACHINES[machine][2] * USABLE * 2**30)
 
 
 def fitting_sentence(machine: str, needed: int, overrides: list[str] | None) -> str:

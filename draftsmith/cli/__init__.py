@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 import typer.core
+from pydantic import Field
 
 from draftsmith import __version__
 from draftsmith.cli.check import check
@@ -20,10 +21,13 @@ from draftsmith.cli.data import data_app
 from draftsmith.cli.eval import eval_app, forecast
 from draftsmith.cli.options import Json, checked_recipe, flag, print_json, suggest, with_settings
 from draftsmith.cli.publish import export, import_, push
+from draftsmith.config import Count, Section
 from draftsmith.errors import ConfigError, DraftsmithError, one_line, reason_of
-from draftsmith.eval.settings import DemoSettings, GenerateSettings
+from draftsmith.eval.settings import DemoSettings, PromptSettings
 from draftsmith.names import require_free_port
+from draftsmith.option_fields import Option
 from draftsmith.terminal import printable
+from draftsmith.train.machines import machine_named, room_on
 
 
 class _Interrupted(Exception):
@@ -107,42 +111,43 @@ def train(
     typer.echo(printable(f"drafter: {run(checked)}"))
 
 
+class Memory(Section):
+    """A recipe, and the processes and the GPU that `draftsmith memory` estimates it for."""
+
+    recipe: Annotated[str, Option(argument=True)]
+    """A YAML file, or a shipped recipe (`draftsmith recipes`)."""
+    overrides: Annotated[list[str], Option(argument=True)] = Field(default_factory=list)
+    """section.key=value; overrides the file."""
+    processes: Count = 1
+    """Processes that share a batch."""
+    sharded: bool = False
+    """Estimate for FSDP2 or ZeRO."""
+    on: Annotated[str | None, Option(check=machine_named)] = None
+    """A GPU, such as h100 or 4090: does the run fit, how long does it take?"""
+
+
 @app.command(rich_help_panel=TRAIN)
-def memory(
-    recipe: RecipeArgument,
-    overrides: OverridesArgument = None,
-    processes: Annotated[int, typer.Option("--processes", min=1, help="Processes that share a batch.")] = 1,
-    sharded: Annotated[bool, flag("--sharded", "Estimate for FSDP2 or ZeRO.")] = False,
-    on: Annotated[
-        str | None,
-        typer.Option("--on", help="A GPU, such as h100 or 4090: does the run fit, how long does it take?"),
-    ] = None,
-    as_json: Json = False,
-) -> None:
+@with_settings
+def memory(settings: Memory, as_json: Json = False) -> None:
     """Estimate the memory (and time) of a recipe in each process from the target's config, without its weights."""
-    checked = checked_recipe(recipe, overrides)
+    recipe, given, processes, sharded = settings.recipe, [*settings.overrides], settings.processes, settings.sharded
+    checked = checked_recipe(recipe, given)
+    checked.require_divisible(processes)
+    machine, target = None if settings.on is None else machine_named(settings.on), checked.target
     from draftsmith.distill.load_target import load_tokenizer
-    from draftsmith.train.launch import precision, require_divisible
+    from draftsmith.train.launch import precision
     from draftsmith.train.memory_estimate import MemoryEstimate, estimate_memory
     from draftsmith.train.recipe import load_recipe
-    from draftsmith.train.time_estimate import (
-        estimate_work,
-        fitting_overrides,
-        fitting_sentence,
-        machine_named,
-        room_on,
-    )
+    from draftsmith.train.time_estimate import estimate_work, fitting_overrides, fitting_sentence
 
-    require_divisible(checked, processes)
-    machine, target, given = None if on is None else machine_named(on), checked.target, list(overrides or ())
     _, config = load_tokenizer(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
     # All machines in the table compute bf16 in hardware, even if this one does not.
-    bf16 = precision(checked) == "bf16" or (on is not None and checked.train.mixed_precision == "auto")
+    bf16 = precision(checked) == "bf16" or (machine is not None and checked.train.mixed_precision == "auto")
 
     def estimated(more: list[str]) -> MemoryEstimate:
         changed = load_recipe(recipe, [*given, *more]) if more else checked
-        require_divisible(changed, processes)
-        options = {"processes": processes, "sharded": sharded, "bf16": bf16, "accelerated": True if on else None}
+        changed.require_divisible(processes)
+        options = {"processes": processes, "sharded": sharded, "bf16": bf16, "accelerated": True if machine else None}
         return estimate_memory(changed, config, **options)
 
     estimate = estimated([])
@@ -174,7 +179,7 @@ def memory(
 
 @app.command(rich_help_panel=MEASURE)
 @with_settings
-def generate(settings: GenerateSettings) -> None:
+def generate(settings: PromptSettings) -> None:
     """Stream the continuation of a prompt; accepted draft tokens are coloured."""
     from draftsmith.cli.generate import stream
 

@@ -16,7 +16,7 @@ from draftsmith.distill.detokenize import IncrementalText
 from draftsmith.distill.sources import Conversation, conversation
 from draftsmith.eval.baseline import fastest_threads, threads
 from draftsmith.eval.session import load_session
-from draftsmith.eval.settings import GenerateSettings
+from draftsmith.eval.settings import PromptSettings
 from draftsmith.terminal import Terminal
 
 DRAFTED, OWN = "green", "bold"
@@ -50,7 +50,7 @@ def _interruptible(console: Terminal) -> Iterator[None]:
         raise KeyboardInterrupt("interrupted; nothing is stored, and the same command begins again") from stop
 
 
-def stream(settings: GenerateSettings) -> None:
+def stream(settings: PromptSettings) -> None:
     """Decode the prompt and print the text as it is decoded; the summary is printed to stderr.
 
     With images, the prompt goes through the chat template.

@@ -9,8 +9,9 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from draftsmith.errors import ConfigError
 from draftsmith.train.fake_run import Operations, dry_step
+from draftsmith.train.machines import MACHINES, machine_named
 from draftsmith.train.recipe import Recipe, parse_recipe
-from draftsmith.train.time_estimate import MACHINES, estimate_work, fitting_overrides, in_hours, machine_named
+from draftsmith.train.time_estimate import estimate_work, fitting_overrides, in_hours
 
 SHAPES = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2}
 SHAPES |= {"num_attention_heads": 2, "num_key_value_heads": 1}
