@@ -44,11 +44,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.names import EMBEDDED
 from draftsmith.train import trainer as loop
-from draftsmith.train.data import chat_of, heldout_prompts
-from draftsmith.train.evaluation import evaluate_drafter
 from draftsmith.train.launch import make_accelerator
 from draftsmith.train.recipe import Recipe, load_recipe
 from draftsmith.train.run_folder import claim_output
+from draftsmith.train.training_data import chat_of, heldout_prompts
+from draftsmith.train.validation import evaluate_drafter
 
 ROOT = Path(__file__).resolve().parents[1]
 PEER = ("speculators==0.9.0", "hs-connectors==0.9.0")

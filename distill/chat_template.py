@@ -16,9 +16,9 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.distill.conversation import Conversation, mask_spans
 from draftsmith.distill.detokenize import text_after
 from draftsmith.distill.messages import ASSISTANT, Message, as_parts, images_in, opened, with_arguments
-from draftsmith.distill.sources import Conversation, mask_spans
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.hidden_states import ProcessorInputs, inputs_fingerprint
 from draftsmith.heads.model_config import known_tokens

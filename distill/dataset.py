@@ -23,10 +23,11 @@ from draftsmith.distill.chat_template import (
     TooLongText,
     characters,
 )
+from draftsmith.distill.conversation import Conversation, EmptyConversation, conversation
 from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.messages import FLAGS
-from draftsmith.distill.sources import Conversation, EmptyConversation, conversation, read_source, source_stamp
+from draftsmith.distill.sources import read_source, source_stamp
 from draftsmith.errors import ConfigError
 from draftsmith.heads.hidden_states import inputs_fingerprint
 from draftsmith.names import EMBEDDED

@@ -19,9 +19,9 @@ from datasets import Dataset, concatenate_datasets, disable_progress_bars, load_
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sequence import DecodeOutput
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.conversation import Asked, question_numbers, text_seed
 from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.load_target import LoadedTarget
+from draftsmith.distill.turns import Asked, question_numbers, text_seed
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.model_config import context_limit, eos_tokens

@@ -9,11 +9,11 @@ from pathlib import Path
 from datasets import Dataset
 
 from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.conversation import Conversation
 from draftsmith.distill.data_section import SELF, DataSection
 from draftsmith.distill.dataset import FEATURES
 from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.distill.regeneration import Sampler, Share, target_key, target_samples
-from draftsmith.distill.sources import Conversation
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.model_config import eos_tokens
 from draftsmith.provenance import fingerprint

@@ -10,9 +10,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.distill.chat_template import LONGEST_TEXT, Chat, TemplateRefusal, TooLongText, characters
+from draftsmith.distill.conversation import Conversation, question
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.messages import ASSISTANT
-from draftsmith.distill.sources import Conversation, question, read_source
+from draftsmith.distill.sources import read_source
 from draftsmith.errors import ConfigError
 from draftsmith.heads.hidden_states import ProcessorInputs, inputs_fingerprint
 from draftsmith.names import EMBEDDED

@@ -27,7 +27,7 @@ TEMPLATE = (
     "{% elif m.role == 'system' %}S{{ m.content }}{% else %}U{{ m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}A{% endif %}"
 )
-SLOW = 1.5
+SLOW = 3.0
 """Seconds that a slow answer takes; tests of it use a shorter limit."""
 
 

@@ -13,10 +13,10 @@ from draftsmith.distill.teacher import Batch
 from draftsmith.errors import DraftsmithError
 from draftsmith.heads.base import TeacherSignals
 from draftsmith.storage import write_json
-from draftsmith.train.data import TrainingData
 from draftsmith.train.launch import RunContext, autocast
 from draftsmith.train.run_folder import CHECKPOINTS, FAILED
 from draftsmith.train.step import Teacher
+from draftsmith.train.training_data import TrainingData
 
 NAMED = 8
 """Rows that a message names."""

@@ -5,8 +5,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from draftsmith.distill.chat_template import template_text
+from draftsmith.distill.conversation import EmptyConversation, conversation
 from draftsmith.distill.data_section import SELF, require_client
-from draftsmith.distill.sources import EmptyConversation, conversation, read_source
+from draftsmith.distill.sources import read_source
 from draftsmith.errors import ConfigError
 from draftsmith.names import EMBEDDED, prompts_look_local
 from draftsmith.provenance import has_cxx_compiler

@@ -147,7 +147,7 @@ def _chat(data: DataSection, tokenizer: PreTrainedTokenizerBase, ends: frozenset
 def _regenerate_from(server: ServerSection, settings: Regeneration) -> None:
     """Write the responses that a server samples, each with the model, the settings and the usage."""
     from draftsmith.distill.server.probe import check_server
-    from draftsmith.distill.server.sampling import ServerSampler, server_samples
+    from draftsmith.distill.server.responses import ServerSampler, server_samples
 
     data, out = settings.data, settings.out
     name, trusted = settings.target.model, settings.target.trust_remote_code

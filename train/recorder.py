@@ -16,13 +16,6 @@ from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.provenance import environment, model_fingerprints
 from draftsmith.storage import atomic_folder, write_text
-from draftsmith.train.checkpoint import (
-    Progress,
-    load_from,
-    load_state,
-    prune,
-    save_state,
-)
 from draftsmith.train.engine import Engine, reduced
 from draftsmith.train.launch import TRACKER_FOLDER, RunContext
 from draftsmith.train.recipe import Recipe
@@ -41,6 +34,13 @@ from draftsmith.train.run_folder import (
 )
 from draftsmith.train.step import Last
 from draftsmith.train.stopping import Stopping
+from draftsmith.train.training_state import (
+    Progress,
+    load_from,
+    load_state,
+    prune,
+    save_state,
+)
 
 if TYPE_CHECKING:
     from draftsmith.train.memory_estimate import MemoryEstimate

@@ -15,9 +15,9 @@ from draftsmith.errors import ConfigError, reason_of
 from draftsmith.names import EMBEDDED
 from draftsmith.reading import dump_yaml, parse_json, parse_yaml, read_json, read_text
 from draftsmith.storage import LOCK, clear_leftovers, hold_folder, is_leftover, write_json, write_text
-from draftsmith.train.checkpoint import read_state
 from draftsmith.train.learning_rates import decay_steps, warmup_steps
 from draftsmith.train.recipe import Recipe, parse_stored
+from draftsmith.train.training_state import read_state
 
 RECIPE, METRICS, FINISHED, DRAFTER, TARGET, CHECKPOINTS, FAILED = (
     "recipe.yaml",

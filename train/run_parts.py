@@ -32,12 +32,19 @@ from draftsmith.heads.model_config import known_tokens
 from draftsmith.heads.sequence_part import SequencePart
 from draftsmith.provenance import model_fingerprints
 from draftsmith.storage import hold_cache
-from draftsmith.train.data import TrainingData, frequent_tokens, logit_count, prepare_data, say_coverage, token_counts
 from draftsmith.train.engine import Engine
 from draftsmith.train.launch import RunContext, autocast, precision
 from draftsmith.train.optimizers import OPTIMIZERS, Optimizers, Sizes, Trained, adapters_optimizer
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.step import AgreementStep, CotrainStep, Teacher
+from draftsmith.train.training_data import (
+    TrainingData,
+    frequent_tokens,
+    logit_count,
+    prepare_data,
+    say_coverage,
+    token_counts,
+)
 
 
 def load_frozen_target(context: RunContext) -> LoadedTarget:

@@ -15,10 +15,8 @@ from draftsmith.decode.clock import PartClock
 from draftsmith.distill.cotraining import measure_quality
 from draftsmith.distill.teacher import Batch
 from draftsmith.heads.model_config import context_limit, start_token
-from draftsmith.train.data import read_images
 from draftsmith.train.engine import reduced
-from draftsmith.train.evaluation import early_end, evaluate_drafter, validate, validation_rows
-from draftsmith.train.initial_weights import start_drafter
+from draftsmith.train.first_batch import start_drafter
 from draftsmith.train.launch import RunContext, make_accelerator
 from draftsmith.train.launch_variables import launch_variables
 from draftsmith.train.learning_rates import described, learning_rate, target_width, with_rate
@@ -39,6 +37,8 @@ from draftsmith.train.run_folder import (
 from draftsmith.train.run_parts import compile_drafter, load_parts, make_engine, make_step, sequence_part
 from draftsmith.train.step import Last, StepSums, batch_indices, collate, response_tokens
 from draftsmith.train.stopping import Stopping, leave
+from draftsmith.train.training_data import read_images
+from draftsmith.train.validation import early_end, evaluate_drafter, validate, validation_rows
 
 
 def train(recipe: Recipe) -> Path:

@@ -16,10 +16,10 @@ from typing import Any, Self
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.conversation import Asked
 from draftsmith.distill.detokenize import REPLACED, text_after
 from draftsmith.distill.messages import ASSISTANT, Message, with_arguments
 from draftsmith.distill.server.client import BadAnswer
+from draftsmith.distill.turns import Asked
 from draftsmith.errors import ConfigError
 from draftsmith.reading import parse_json
 from draftsmith.storage import writing

@@ -11,10 +11,10 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.conversation import Asked
 from draftsmith.distill.server.answers import COMPLETION, Accepts, Answer, AnswerReader, NoTokens
 from draftsmith.distill.server.client import RequestFailed, ServerClient
-from draftsmith.distill.server.sampling import ServerSampler
+from draftsmith.distill.server.responses import ServerSampler
+from draftsmith.distill.turns import Asked
 from draftsmith.errors import ConfigError
 
 PROBES = 3

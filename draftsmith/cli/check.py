@@ -38,7 +38,7 @@ def check(settings: CheckSettings, out: Annotated[Path | None, OUT] = None, as_j
         from draftsmith.eval.session import load_session
 
         if settings.server is not None:
-            from draftsmith.eval.lossless.served import check_server
+            from draftsmith.eval.lossless.served_check import check_server
 
             return check_server(settings, rows, out, keep=keep)
         session = load_session(settings, rows)

@@ -14,8 +14,8 @@ from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.fastest import fastest_decoder
 from draftsmith.decode.sequence import Round
 from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.conversation import Conversation
 from draftsmith.distill.detokenize import IncrementalText
-from draftsmith.distill.sources import Conversation
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.eval.baseline import fastest_threads, threads
 from draftsmith.eval.session import Session, load_session

@@ -44,7 +44,7 @@ def serve(settings: ServedSettings, out: Out = Path("runs/eval-server"), as_json
     from draftsmith.distill.server.client import served_at
 
     served_at(settings.addresses, settings.model)  # before torch is imported
-    from draftsmith.eval.server.run import measure_server, server_table
+    from draftsmith.eval.server.evaluation import measure_server, server_table
     from draftsmith.terminal import Terminal
 
     result = measure_server(settings, out)

@@ -12,8 +12,8 @@ from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.fastest import fastest_decoder
 from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.conversation import Conversation, conversation
 from draftsmith.distill.detokenize import IncrementalText
-from draftsmith.distill.sources import Conversation, conversation
 from draftsmith.eval.baseline import fastest_threads, threads
 from draftsmith.eval.session import load_session
 from draftsmith.eval.settings import PromptSettings

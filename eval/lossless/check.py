@@ -13,7 +13,7 @@ from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sampling import Sampling
 from draftsmith.eval.lossless.greedy import Divergence, GreedyCheck, check_greedy
 from draftsmith.eval.lossless.hypotheses import ALL_TOKENS, JOINT, POWER, SamplingCheck
-from draftsmith.eval.lossless.sampling import Done, SamplingJob, check_sampling
+from draftsmith.eval.lossless.sampled_texts import Done, SamplingJob, check_sampling
 from draftsmith.eval.prompts import Prompt
 from draftsmith.eval.settings import CheckSettings
 from draftsmith.heads.base import Drafter

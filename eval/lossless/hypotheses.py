@@ -1,8 +1,8 @@
 """Tests of the hypothesis that texts have the target's distribution, their power, and one verdict over all of them.
 
-Samples of the decoder (sampling.py) and answers of a server (served.py) are tested alike: beside a sample of the rule
-there is a control of the same size, which is wrong on purpose, and p-values are corrected by Holm's method. Tail
-probabilities and power are in fp64, from torch's special functions.
+Samples of the decoder (sampled_texts.py) and answers of a server (served_check.py) are tested alike: beside a sample of
+the rule there is a control of the same size, which is wrong on purpose, and p-values are corrected by Holm's method.
+Tail probabilities and power are in fp64, from torch's special functions.
 """
 
 import math

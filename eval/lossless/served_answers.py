@@ -17,18 +17,18 @@ from transformers import PreTrainedModel
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sampling import Sampling
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.conversation import Asked, text_seed
 from draftsmith.distill.data_section import DataSection, server_section
 from draftsmith.distill.detokenize import text_after
 from draftsmith.distill.server.answers import CUT, STOPPED, Answer, AnswerJournal, NoTokens, Place, bare, prompt_fields
 from draftsmith.distill.server.client import RequestFailed, ServerClient
 from draftsmith.distill.server.probe import check_server
-from draftsmith.distill.server.sampling import ServerSampler, request_seed, together
+from draftsmith.distill.server.responses import ServerSampler, request_seed, together
+from draftsmith.distill.turns import Asked, text_seed
 from draftsmith.errors import ConfigError
 from draftsmith.eval.lossless.greedy import Divergence, divergences
 from draftsmith.eval.lossless.hypotheses import Drawn, String, Test, sample_tests
 from draftsmith.eval.lossless.probabilities import ExactTests, SampledTarget
-from draftsmith.eval.lossless.sampling import BATCH, Done
+from draftsmith.eval.lossless.sampled_texts import BATCH, Done
 from draftsmith.eval.prompts import Prompt
 from draftsmith.eval.settings import PairSettings
 
@@ -43,7 +43,7 @@ PROBED = 96
 
 
 @dataclass(frozen=True)
-class ServedRequest:
+class Question:
     """A prompt, and how it is to be continued. `place` identifies it in the journal."""
 
     place: Place
@@ -120,7 +120,7 @@ class ServedModel:
             return False
         return True
 
-    def say(self, requests: Sequence[ServedRequest], *, at_once: int = 1, done: Done = lambda _: None) -> list[Said]:
+    def say(self, requests: Sequence[Question], *, at_once: int = 1, done: Done = lambda _: None) -> list[Said]:
         """Return the continuations of all requests, asking for those that are not stored.
 
         Raises:
@@ -133,7 +133,7 @@ class ServedModel:
             asyncio.run(self._complete(pending, at_once, done))
         return [self._read(request) for request in requests]
 
-    async def _complete(self, pending: list[ServedRequest], at_once: int, done: Done) -> None:
+    async def _complete(self, pending: list[Question], at_once: int, done: Done) -> None:
         todo = iter(pending)
 
         async def work() -> None:
@@ -159,7 +159,7 @@ class ServedModel:
         if answer.finish == CUT and not (answer.text or answer.tokens or answer.usage.get("completion_tokens")):
             raise ConfigError(f"{where} answers without a token; expected as many as it is asked for")
 
-    def _read(self, request: ServedRequest) -> Said:
+    def _read(self, request: Question) -> Said:
         answer = self.journal.get(request.place)
         assert answer is not None, "every request was answered"
         if answer.tokens and answer.tokens[-1] in self._ends:
@@ -218,7 +218,7 @@ class Local:
     chat: Chat
     seed: int
 
-    def say(self, requests: Sequence[ServedRequest], *, done: Done = lambda _: None) -> list[Said]:
+    def say(self, requests: Sequence[Question], *, done: Done = lambda _: None) -> list[Said]:
         """Return its own greedy continuations."""
         decoder, ends, said = SpeculativeDecoder(self.model), sorted(self.chat.ends) or None, list[Said]()
         for request in requests:
@@ -232,7 +232,7 @@ class Local:
         shown = tokens[:-1] if ended else tokens
         return Said(bare(text_after(self.chat.tokenizer, prompt, shown)), shown, ended)
 
-    def differences(self, request: ServedRequest, theirs: Said, own: Said, slack: float = 0.0) -> list[Divergence]:
+    def differences(self, request: Question, theirs: Said, own: Said, slack: float = 0.0) -> list[Divergence]:
         """Return where an answer is not its own, judged; `slack`: a gap of logits that is no bug."""
         prompt = Prompt(f"#{request.place[1] + 1}", "", request.prompt)
         tokens, alone, ended, ends = theirs.tokens, list(own.tokens or ()), own.ended, sorted(self.chat.ends)[:1]
@@ -246,7 +246,7 @@ class Local:
         return divergences(self.model, prompt, tokens, [*alone, *(ends if ended else [])], slack=slack)
 
     def tests(
-        self, requests: list[list[ServedRequest]], greedy: Sequence[String], sampling: Sampling, *, tokens: bool
+        self, requests: list[list[Question]], greedy: Sequence[String], sampling: Sampling, *, tokens: bool
     ) -> tuple[Tests, float]:
         """Return tests of answers to sampled requests, by context, and the tolerance of p.
 
@@ -293,10 +293,10 @@ class Baseline:
 
     server: ServedModel
 
-    def say(self, requests: Sequence[ServedRequest], *, done: Done = lambda _: None) -> list[Said]:
+    def say(self, requests: Sequence[Question], *, done: Done = lambda _: None) -> list[Said]:
         return self.server.say(requests, done=done)
 
-    def differences(self, request: ServedRequest, theirs: Said, own: Said, slack: float = 0.0) -> list[Divergence]:
+    def differences(self, request: Question, theirs: Said, own: Said, slack: float = 0.0) -> list[Divergence]:
         """Judge the first difference by what this server draws there at a low temperature."""
         if theirs.same(own):
             return []
@@ -307,10 +307,10 @@ class Baseline:
         kind = "near tie" if self._draws(request, theirs, ours, place) else "bug"
         return [Divergence(f"#{request.place[1] + 1}", place, first, second, None, None, WARM_GAP, kind)]
 
-    def _tokens(self, request: ServedRequest, text: Said) -> list[int]:
+    def _tokens(self, request: Question, text: Said) -> list[int]:
         return self.server.chat.response(request.prompt, text.text, "answer") if text.tokens is None else text.tokens
 
-    def _draws(self, request: ServedRequest, theirs: Said, ours: list[int], place: int) -> bool:
+    def _draws(self, request: Question, theirs: Said, ours: list[int], place: int) -> bool:
         """Return whether this server draws the token at `place` of an answer, too."""
         prompt = [*request.prompt, *ours[:place]]
         if not self.server.expressible(prompt):
@@ -327,7 +327,7 @@ class Baseline:
         return sum(bool(text.text) and rest.startswith(text.text) for text in drawn) >= SEEN
 
     def tests(
-        self, requests: list[list[ServedRequest]], greedy: Sequence[String], sampling: Sampling, *, tokens: bool
+        self, requests: list[list[Question]], greedy: Sequence[String], sampling: Sampling, *, tokens: bool
     ) -> tuple[Tests, float]:
         said = [self.server.say(of_context, at_once=AT_ONCE) for of_context in requests]
         drawn = [[string(text, -1, tokens=tokens) for text in texts] for texts in said]

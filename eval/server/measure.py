@@ -17,12 +17,12 @@ import numpy as np
 from datasets import Dataset
 
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.conversation import Asked
 from draftsmith.distill.data_section import DataSection, ServerSection, is_this_machine, server_key
 from draftsmith.distill.server.answers import Answer, NoTokens
 from draftsmith.distill.server.client import RequestFailed, ServerClient
 from draftsmith.distill.server.probe import check_server, check_temperatures
-from draftsmith.distill.server.sampling import ServerSampler
+from draftsmith.distill.server.responses import ServerSampler
+from draftsmith.distill.turns import Asked
 from draftsmith.errors import ConfigError, DraftsmithError, reason_of
 from draftsmith.eval.journal import BATCH, Journal, Numbers
 from draftsmith.eval.prompts import Prompt, PromptBatch, batches

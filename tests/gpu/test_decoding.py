@@ -19,7 +19,7 @@ from draftsmith.decode.profiling import measure_costs
 from draftsmith.decode.sampling import Sampling
 from draftsmith.eval.lossless.check import ALPHA
 from draftsmith.eval.lossless.greedy import check_greedy
-from draftsmith.eval.lossless.sampling import SamplingJob, check_sampling
+from draftsmith.eval.lossless.sampled_texts import SamplingJob, check_sampling
 from draftsmith.eval.prompts import Prompt
 from draftsmith.heads import Medusa
 from draftsmith.heads.retrieval import Hybrid, SuffixRetrieval

@@ -15,18 +15,18 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.cli import main
 from draftsmith.decode.cache.rollback import RollbackCache
+from draftsmith.distill.conversation import conversation
 from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.dataset import pack
 from draftsmith.distill.load_target import load_ends, load_target
-from draftsmith.distill.sources import conversation
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.train import trainer as loop
-from draftsmith.train.data import chat_of
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.run_folder import read_metrics
 from draftsmith.train.step import AgreementStep
+from draftsmith.train.training_data import chat_of
 
 
 def run(recipe: Path, *overrides: str) -> list[dict[str, Any]]:

@@ -37,10 +37,10 @@ from draftsmith.eval.forecast.profile import CostModel
 from draftsmith.heads import HEADS
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.heads.configs import DRAFTERS, VocabularyOption
-from draftsmith.train.evaluation import METRICS
 from draftsmith.train.optimizers import OPTIMIZERS, SCHEDULES
 from draftsmith.train.recipe import Recipe, parse_recipe
 from draftsmith.train.step import AgreementStep, Last
+from draftsmith.train.validation import METRICS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -98,7 +98,7 @@ def test_the_drafter_of_the_page_learns_and_decodes(extending: SimpleNamespace, 
 
 
 IN_FILES = {"LOSSES": "distill/losses", "SCHEDULES": "train/optimizers", "OPTIMIZERS": "train/optimizers"}
-IN_FILES |= {"METRICS": "train/evaluation"}
+IN_FILES |= {"METRICS": "train/validation"}
 """Tables and the files in which they are."""
 
 

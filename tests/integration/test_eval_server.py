@@ -12,8 +12,8 @@ from engine_server import Engine
 from draftsmith.errors import ConfigError
 from draftsmith.eval.journal import Numbers
 from draftsmith.eval.server import measure
+from draftsmith.eval.server.evaluation import row_of
 from draftsmith.eval.server.measure import Counters, parse_counters
-from draftsmith.eval.server.run import row_of
 
 ROUNDS = 3
 """Rounds of an answer of 7 tokens: the prefill's, and two a round, of which one was drafted and accepted."""

@@ -17,7 +17,7 @@ from transformers_server import free_port, serving
 
 from draftsmith.cli import main
 from draftsmith.distill.load_target import load_target
-from draftsmith.distill.server.sampling import request_seed
+from draftsmith.distill.server.responses import request_seed
 from draftsmith.errors import ConfigError
 from draftsmith.train import prepare as module
 from draftsmith.train import trainer

@@ -8,9 +8,9 @@ from piece_tokenizer import make_piece_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.conversation import Asked
+from draftsmith.distill.conversation import Conversation, conversation
 from draftsmith.distill.detokenize import WINDOW, IncrementalText, text_after
-from draftsmith.distill.sources import Conversation, conversation
+from draftsmith.distill.turns import Asked
 from draftsmith.eval.evaluation import token_texts
 from draftsmith.eval.prompts import Prompt
 

@@ -10,9 +10,10 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.conversation import conversation
 from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.dataset import read_examples
-from draftsmith.distill.sources import conversation, read_source
+from draftsmith.distill.sources import read_source
 from draftsmith.errors import ConfigError
 
 ROW = {"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]}

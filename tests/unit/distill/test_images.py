@@ -11,10 +11,10 @@ from transformers import AutoProcessor, AutoTokenizer
 from vision_models import build, save_image, save_target
 
 from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.conversation import conversation
 from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.dataset import read_examples
 from draftsmith.distill.load_target import load_processor, load_target
-from draftsmith.distill.sources import conversation
 from draftsmith.errors import ConfigError
 from draftsmith.eval.prompts import PromptRows, prompts_fingerprint
 from draftsmith.train.recipe import parse_recipe

@@ -15,13 +15,13 @@ from transformers import (
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.conversation import question_numbers
 from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.dataset import (
     FEATURES,
 )
 from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.distill.regeneration import Sampler, Share, samples_key, sampling_counts, target_samples
+from draftsmith.distill.turns import question_numbers
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads import DraftModel
 

@@ -9,7 +9,6 @@ from engine_server import chat_tokenizer
 from piece_tokenizer import make_piece_tokenizer
 
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.conversation import Asked
 from draftsmith.distill.data_section import ServerSection, base_url, server_section
 from draftsmith.distill.server.answers import (
     CHAT,
@@ -23,6 +22,7 @@ from draftsmith.distill.server.answers import (
 )
 from draftsmith.distill.server.client import BadAnswer
 from draftsmith.distill.server.probe import require_related
+from draftsmith.distill.turns import Asked
 from draftsmith.errors import ConfigError
 
 USER = {"role": "user", "content": "ab"}

@@ -13,12 +13,12 @@ from datasets import Dataset
 from engine_server import FLEETING, KEY, LASTING, SLOW, Engine, answer_tokens, behind_a_proxy, chat_tokenizer
 
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.conversation import question_numbers
 from draftsmith.distill.data_section import DataSection, ServerSection
-from draftsmith.distill.server import client, sampling
+from draftsmith.distill.server import client, responses
 from draftsmith.distill.server.answers import AnswerJournal
 from draftsmith.distill.server.probe import check_server
-from draftsmith.distill.server.sampling import ServerSampler, request_seed, server_samples
+from draftsmith.distill.server.responses import ServerSampler, request_seed, server_samples
+from draftsmith.distill.turns import question_numbers
 from draftsmith.errors import ConfigError, DraftsmithError
 
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))]
@@ -90,7 +90,7 @@ def test_faults_that_pass_lose_nothing(kind: str, seed: int, tmp_path: Path) -> 
         return kind
 
     with Engine(fault=fault).running() as engine:
-        rows = sample(engine, tmp_path / "s", asked, timeout_seconds=SLOW / 3 if slow else 60)
+        rows = sample(engine, tmp_path / "s", asked, timeout_seconds=SLOW / 1.5 if slow else 60)
     assert rows["question"] == list(range(QUESTIONS))
     assert [row["input_ids"] for row in rows] == [expected(asked, index) for index in range(QUESTIONS)]
     sent = Counter(asked_for_text(engine))
@@ -207,7 +207,7 @@ def test_too_many_failures_end_the_run(tmp_path: Path) -> None:
 
 def test_a_server_with_another_tokenizer_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It passes the greedy probe, and more than half of its later answers cannot be used."""
-    monkeypatch.setattr(sampling, "LEFT_OUT_FIRST", 3)
+    monkeypatch.setattr(responses, "LEFT_OUT_FIRST", 3)
     with (
         Engine(fault=lambda _, body: "other_text" if body["temperature"] > 0 else None).running() as engine,
         pytest.raises(DraftsmithError, match="4 of 4 answers have tokens that are another text"),

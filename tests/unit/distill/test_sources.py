@@ -13,7 +13,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.distill.chat_template import Chat, EncodedText, template_text
-from draftsmith.distill.sources import conversation, read_source
+from draftsmith.distill.conversation import conversation
+from draftsmith.distill.sources import read_source
 from draftsmith.errors import ConfigError
 
 USER, ANSWER = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}

@@ -8,7 +8,7 @@ from conftest import make_llama
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.decode.costs import Costs
-from draftsmith.distill.sources import Conversation
+from draftsmith.distill.conversation import Conversation
 from draftsmith.errors import ConfigError
 from draftsmith.eval.baseline import compare_with_generate
 from draftsmith.eval.evaluation import evaluate

@@ -16,7 +16,7 @@ from draftsmith.decode.sequence import DecodeOutput
 from draftsmith.decode.sequence import Round as RoundRecord
 from draftsmith.eval.lossless.hypotheses import LEAST, chi_square
 from draftsmith.eval.lossless.probabilities import DEPTH, SampledTarget, partition, transform
-from draftsmith.eval.lossless.sampling import pairs
+from draftsmith.eval.lossless.sampled_texts import pairs
 from draftsmith.eval.prompts import Prompt
 
 V = 6

@@ -17,7 +17,7 @@ from draftsmith.decode.sampling import Sampling
 from draftsmith.decode.verification import verify
 from draftsmith.eval.lossless.greedy import read
 from draftsmith.eval.lossless.hypotheses import ALL_TOKENS, RuleSample
-from draftsmith.eval.lossless.sampling import SamplingJob, check_sampling, sample
+from draftsmith.eval.lossless.sampled_texts import SamplingJob, check_sampling, sample
 from draftsmith.eval.prompts import Prompt
 from draftsmith.heads.draft_model import DraftModel
 

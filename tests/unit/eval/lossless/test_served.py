@@ -14,12 +14,12 @@ from engine_server import chat_tokenizer
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.conversation import text_seed
 from draftsmith.distill.server.answers import bare
+from draftsmith.distill.turns import text_seed
 from draftsmith.eval.lossless.check import VariantCheck
 from draftsmith.eval.lossless.hypotheses import chi_square_tail, homogeneity
-from draftsmith.eval.lossless.served import ServedCheck
-from draftsmith.eval.lossless.served_answers import Baseline, Local, Said, ServedModel, ServedRequest
+from draftsmith.eval.lossless.served_answers import Baseline, Local, Question, Said, ServedModel
+from draftsmith.eval.lossless.served_check import ServedCheck
 from draftsmith.eval.prompts import Prompt
 from draftsmith.eval.settings import CheckSettings
 from draftsmith.heads.draft_model import DraftModel
@@ -52,15 +52,15 @@ class Server:
     def expressible(self, prompt: list[int]) -> bool:
         return True
 
-    def say(self, requests: Sequence[ServedRequest], **_: Any) -> list[Said]:
-        groups: dict[Any, list[ServedRequest]] = {}
+    def say(self, requests: Sequence[Question], **_: Any) -> list[Said]:
+        groups: dict[Any, list[Question]] = {}
         for request in requests:
             key = (request.tokens, request.temperature, str(request.fields), len(request.prompt))
             groups.setdefault(key, []).append(request)
         said = {request.place: text for group in groups.values() for request, text in self._group(group)}
         return [said[request.place] for request in requests]
 
-    def _group(self, group: list[ServedRequest]) -> list[tuple[ServedRequest, Said]]:
+    def _group(self, group: list[Question]) -> list[tuple[Question, Said]]:
         first = group[0]
         temperature = {"hot": 1.0, "greedy": 0.0}.get(self.wrong, first.temperature)
         outputs = self.decoder.generate_batch(
@@ -71,7 +71,7 @@ class Server:
         )
         return [(request, self._said(request, output.tokens)) for request, output in zip(group, outputs, strict=True)]
 
-    def _said(self, request: ServedRequest, tokens: list[int]) -> Said:
+    def _said(self, request: Question, tokens: list[int]) -> Said:
         if len(request.prompt) + len(tokens) == CONTEXT:
             tokens = {"last": [*tokens[:-1], tokens[-1] % 50 + 2], "short": tokens[:-1]}.get(self.wrong, tokens)
         ended = tokens[-1:] == [1]

@@ -7,12 +7,12 @@ import torch
 from draftsmith.distill.teacher import Batch
 from draftsmith.heads.base import TeacherSignals, TrainableDrafter
 from draftsmith.heads.initial_weights import fit_start, frequencies, input_sizes
-from draftsmith.train.data import TrainingData, token_counts
 from draftsmith.train.learning_rates import starts_trained
 from draftsmith.train.non_finite import finite_rows
 from draftsmith.train.optimizers import Sizes
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.step import Teacher, batch_indices
+from draftsmith.train.training_data import TrainingData, token_counts
 
 TOKENS = 2048
 """Tokens of the first batch: rows of the run's first step, at least one, until there are so many."""

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from draftsmith.heads.initial_weights import InputSizes
 from draftsmith.heads.medusa import Medusa
-from draftsmith.train.initial_weights import start_drafter
+from draftsmith.train.first_batch import start_drafter
 from draftsmith.train.launch import RunContext, make_accelerator
 from draftsmith.train.optimizers import MEASURED_TOTAL, OPTIMIZERS, Trained
 from draftsmith.train.recipe import Recipe, load_recipe

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.distill.chat_template import Chat, without_unknown
+from draftsmith.distill.conversation import question
 from draftsmith.distill.data_section import SELF, DataSection
 from draftsmith.distill.dataset import (
     HeldOut,
@@ -22,7 +23,7 @@ from draftsmith.distill.dataset import (
 )
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.load_target import LoadedTarget
-from draftsmith.distill.sources import question, read_source
+from draftsmith.distill.sources import read_source
 from draftsmith.errors import ConfigError
 from draftsmith.heads.hidden_states import ProcessorInputs, extended, inputs_for
 from draftsmith.heads.lm_head import most_frequent, weight_of
@@ -146,7 +147,7 @@ def _sampled(context: RunContext, chat: Chat, target: LoadedTarget, examples: Da
         placement = context.placement.share
         return target_samples(sampler, examples, share=placement, progress=console.visible, say=console.say)
     from draftsmith.distill.server.probe import check_server
-    from draftsmith.distill.server.sampling import ServerSampler, server_samples
+    from draftsmith.distill.server.responses import ServerSampler, server_samples
 
     divided = recipe.target.sharded or recipe.target.tensor_parallel > 1
     model = None if divided else target.model

@@ -6,8 +6,8 @@ import pytest
 
 from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.errors import ConfigError
-from draftsmith.train.evaluation import METRICS, early_end
 from draftsmith.train.recipe import Recipe, parse_recipe
+from draftsmith.train.validation import METRICS, early_end
 
 
 def _output(*rounds: tuple[int, tuple[float, ...]]) -> DecodeOutput:

@@ -26,15 +26,15 @@ from draftsmith.eval.lossless.check import (
 )
 from draftsmith.eval.lossless.greedy import Divergence, GreedyCheck
 from draftsmith.eval.lossless.hypotheses import Drawn, RuleSample, SamplingCheck, String, adjusted, judged
-from draftsmith.eval.lossless.sampling import Done
+from draftsmith.eval.lossless.sampled_texts import Done
 from draftsmith.eval.lossless.served_answers import (
     AT_ONCE,
     Baseline,
     Local,
+    Question,
     Reference,
     Said,
     ServedModel,
-    ServedRequest,
     Tests,
     filled,
     string,
@@ -82,7 +82,7 @@ class ServedCheck:
 
     def arms(self) -> Iterator[VariantCheck]:
         """Yield the results of each kind of question."""
-        requests = [ServedRequest((ALONE, n, 0), p.input_ids, self._room(p)) for n, p in enumerate(self.prompts)]
+        requests = [Question((ALONE, n, 0), p.input_ids, self._room(p)) for n, p in enumerate(self.prompts)]
         one, several = "one request at a time", f"{AT_ONCE} requests at a time"
         with self._stage("the reference's greedy texts", requests) as done:
             self._own = self.reference.say(requests, done=done)
@@ -113,7 +113,7 @@ class ServedCheck:
         for number, temperature in enumerate(t for t in self.settings.temperatures if t > 0):
             yield self._sampled(number, temperature, alone)
 
-    def _stage(self, name: str, requests: Sequence[ServedRequest]) -> AbstractContextManager[Done]:
+    def _stage(self, name: str, requests: Sequence[Question]) -> AbstractContextManager[Done]:
         return stage(name, sum(request.tokens for request in requests))
 
     def _room(self, prompt: Prompt, tokens: int = GREEDY_TOKENS) -> int:
@@ -124,7 +124,7 @@ class ServedCheck:
         return VariantCheck(served, name, "the server's", temperature, greedy_verdict(greedy), greedy)
 
     def _compared(
-        self, requests: Sequence[ServedRequest], said: Sequence[Said], own: Sequence[Said], slack: float = 0.0
+        self, requests: Sequence[Question], said: Sequence[Said], own: Sequence[Said], slack: float = 0.0
     ) -> GreedyCheck:
         """Compare greedy answers with the reference's."""
         differing, identical, tokens = list[Divergence](), 0, 0
@@ -134,7 +134,7 @@ class ServedCheck:
             differing += self.reference.differences(request, theirs, ours, slack)
         return GreedyCheck(len(requests), identical, tokens, None, differing)
 
-    def _stop(self, requests: Sequence[ServedRequest], alone: Sequence[Said]) -> GreedyCheck | str:
+    def _stop(self, requests: Sequence[Question], alone: Sequence[Said]) -> GreedyCheck | str:
         """Stop greedy answers at characters from their middle; compare with the same answers, cut there."""
         expected, asked = [], []
         for request, said in zip(requests, alone, strict=False):
@@ -155,7 +155,7 @@ class ServedCheck:
         same = sum(text in cuts for text, (_, cuts) in zip(answers, expected, strict=True))
         return GreedyCheck(len(asked), same, sum(request.tokens for request in asked), None, bugs)
 
-    def _cuts(self, request: ServedRequest, said: Said, stop: str) -> set[str]:
+    def _cuts(self, request: Question, said: Said, stop: str) -> set[str]:
         """Return a text up to its stop, and up to the token that completes it: transformers ends there."""
         chat, before = self.server.chat, request.prompt
         tokens = said.tokens if said.tokens is not None else chat.response(before, said.text, "answer")
@@ -163,7 +163,7 @@ class ServedCheck:
         cut = said.text[: said.text.index(stop)].strip()
         return {cut, next((text for text in shown if stop in text), cut)}
 
-    def _end(self, _: Sequence[ServedRequest], __: Sequence[Said]) -> GreedyCheck | str:
+    def _end(self, _: Sequence[Question], __: Sequence[Said]) -> GreedyCheck | str:
         """Ask for the last tokens of the context."""
         if self.limit is None:
             return "the length of the context is not known"
@@ -173,7 +173,7 @@ class ServedCheck:
         for number, left in enumerate(left for left in LEFT if left < self.limit):
             for shift in range(min(PROBED, len(self.prompts))):  # a prompt after which the text reaches the end
                 prompts = [*self.prompts[shift:], *self.prompts[:shift]]
-                request = ServedRequest((END, number, shift), filled(prompts, self.limit - left), left)
+                request = Question((END, number, shift), filled(prompts, self.limit - left), left)
                 if not self.server.expressible(request.prompt):
                     return "the prompt is not the same tokens again when it is sent as text"
                 (text,) = self.reference.say([request])
@@ -194,7 +194,7 @@ class ServedCheck:
         draws = max(1, settings.tokens // (TOKENS * len(contexts)))
         requests = [
             [
-                ServedRequest((SAMPLED + number, n, draw), self.prompts[n].input_ids, TOKENS, temperature)
+                Question((SAMPLED + number, n, draw), self.prompts[n].input_ids, TOKENS, temperature)
                 for draw in range(draws)
             ]
             for n in contexts

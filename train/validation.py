@@ -12,13 +12,13 @@ from draftsmith.distill.dataset import HeldOut
 from draftsmith.distill.teacher import Batch
 from draftsmith.heads.base import Drafter
 from draftsmith.metrics import acceptance_at, alpha, position_counts, tau
-from draftsmith.train.data import TrainingData
 from draftsmith.train.engine import reduced
 from draftsmith.train.launch import RunContext
 from draftsmith.train.learning_rates import decay_steps
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.recipe_sections import EvaluationSection
 from draftsmith.train.step import Last, ReadImages, StepSums, response_tokens
+from draftsmith.train.training_data import TrainingData
 
 if TYPE_CHECKING:  # the decoder is imported by the first evaluation
     from draftsmith.decode.sequence import DecodeOutput

@@ -14,7 +14,6 @@ from datasets.arrow_writer import ArrowWriter
 from rich.progress import TaskID, TextColumn
 
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.conversation import Asked, question_numbers, text_seed
 from draftsmith.distill.data_section import DataSection, ServerSection, require_client
 from draftsmith.distill.server.answers import (
     CHAT,
@@ -29,6 +28,7 @@ from draftsmith.distill.server.answers import (
     read_answer,
 )
 from draftsmith.distill.server.client import LOST, RequestFailed, ServerClient
+from draftsmith.distill.turns import Asked, question_numbers, text_seed
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.provenance import fingerprint
 from draftsmith.storage import cache_dir, hold_cache, writing
