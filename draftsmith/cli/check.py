@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from draftsmith.cli.options import OUT, Json, measuring, print_json, suggest, with_settings
+from draftsmith.cli.options import (
+    AGAIN,
+    CONTINUES,
+    OUT,
+    Json,
+    interruptible,
+    measuring,
+    print_json,
+    suggest,
+    with_settings,
+)
 from draftsmith.errors import ConfigError
 from draftsmith.eval.settings import CheckSettings
 from draftsmith.reading import read_json
@@ -47,7 +57,8 @@ def check(settings: CheckSettings, out: Annotated[Path | None, OUT] = None, as_j
     with nullcontext() if out is None else hold_folder("out", out):
         if out is not None:
             _require_folder(settings, out)
-        checked = _run(checking, out, as_json)
+        with interruptible(lambda: AGAIN if out is None or settings.server is None else CONTINUES):
+            checked = _run(checking, out, as_json)
     if checked.verdict == "lossless" and not as_json and settings.server is None:
         suggest("draftsmith", *measuring("eval", settings))
     raise typer.Exit(EXIT_CODES[checked.verdict])

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from draftsmith.cli.options import checked_recipe, suggest, with_settings
+from draftsmith.cli.options import CONTINUES, checked_recipe, interruptible, suggest, with_settings
 from draftsmith.reading import assignment
 from draftsmith.train.prepare_settings import Preview, Regeneration
 
@@ -37,7 +37,8 @@ def data_regenerate(settings: Regeneration) -> None:
     """Sample the target's response to every prompt; an interrupted command continues when it is run again."""
     from draftsmith.train.prepare import regenerate
 
-    regenerate(settings)
+    with interruptible(lambda: CONTINUES):
+        regenerate(settings)
     template = settings.data.chat_template
     given = {} if template is None else {"chat_template": template}
     _suggest_recipe(settings.target.model, settings.out, "text", given)
@@ -63,5 +64,6 @@ def data_prepare(
     checked = checked_recipe(recipe, overrides)
     from draftsmith.train.prepare import prepare
 
-    prepare(checked)
+    with interruptible(lambda: CONTINUES):
+        prepare(checked)
     suggest("accelerate", "launch", "-m", "draftsmith.train", recipe, *overrides or (), to_stderr=True)

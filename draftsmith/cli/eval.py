@@ -6,7 +6,18 @@ from typing import Annotated
 
 import typer
 
-from draftsmith.cli.options import Json, Out, measuring, print_json, suggest, template_words, with_settings
+from draftsmith.cli.options import (
+    AGAIN,
+    CONTINUES,
+    Json,
+    Out,
+    interruptible,
+    measuring,
+    print_json,
+    suggest,
+    template_words,
+    with_settings,
+)
 from draftsmith.errors import ConfigError
 from draftsmith.eval.settings import ForecastSettings, ServedSettings, Settings, named_drafters
 from draftsmith.names import EMBEDDED
@@ -25,10 +36,8 @@ def evaluate(settings: Settings, out: Out = Path("runs/eval"), as_json: Json = F
     from draftsmith.train.run_folder import metrics_of
 
     title, runs = f"Drafters for {settings.target}", metrics_of(settings.drafters)
-    try:
+    with interruptible(lambda: f"{kept(out)}, and the same command continues"):
         evaluation = measure(settings, out, title=title, runs=runs)
-    except KeyboardInterrupt as stop:
-        raise KeyboardInterrupt(f"interrupted; {kept(out)}, and the same command continues") from stop
     if as_json:
         return print_json(evaluation.as_json())
     show(evaluation, out)
@@ -47,7 +56,8 @@ def serve(settings: ServedSettings, out: Out = Path("runs/eval-server"), as_json
     from draftsmith.eval.server.evaluation import measure_server, server_table
     from draftsmith.terminal import Terminal
 
-    result = measure_server(settings, out)
+    with interruptible(lambda: CONTINUES):
+        result = measure_server(settings, out)
     if as_json:
         return print_json(result.as_json())
     console = Terminal(width=None if Terminal().is_terminal else 110)
@@ -108,7 +118,8 @@ def forecast(settings: ForecastSettings, out: Out = Path("runs/forecast"), as_js
     from draftsmith.eval.forecast.forecast import PLAIN
     from draftsmith.eval.forecast.run import run, show
 
-    predicted = run(settings, out)
+    with interruptible(lambda: AGAIN):
+        predicted = run(settings, out)
     if as_json:
         return print_json(predicted.as_json())
     show(predicted, out)

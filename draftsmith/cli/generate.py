@@ -1,13 +1,12 @@
 """`draftsmith generate`: streamed text whose colours show which tokens the drafter proposed."""
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.text import Text
 
-from draftsmith.cli.options import measuring, suggest
+from draftsmith.cli.options import AGAIN, interruptible, measuring, suggest
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.fastest import fastest_decoder
 from draftsmith.decode.sequence import DecodeOutput, Round
@@ -40,14 +39,9 @@ def _summary(out: DecodeOutput) -> str:
     )
 
 
-@contextmanager
-def _interruptible(console: Terminal) -> Iterator[None]:
-    """End the line of the text on Ctrl-C, and say that nothing is stored."""
-    try:
-        yield
-    except KeyboardInterrupt as stop:
-        console.print()
-        raise KeyboardInterrupt("interrupted; nothing is stored, and the same command begins again") from stop
+def _line_ended(console: Terminal) -> str:
+    console.print()
+    return AGAIN
 
 
 def stream(settings: PromptSettings) -> None:
@@ -77,7 +71,7 @@ def stream(settings: PromptSettings) -> None:
         sys.stdout.flush()
 
     with (
-        _interruptible(console),
+        interruptible(lambda: _line_ended(console)),
         threads(fastest_threads(session.target, ids[-PROBE_PROMPT:], PROBE_TOKENS)),
     ):
         policy, rule = next(iter(settings.policies), None), settings.rule

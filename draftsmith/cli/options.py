@@ -3,7 +3,8 @@
 import inspect
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from inspect import Parameter
 from pathlib import Path
@@ -30,6 +31,8 @@ PANELS: dict[str, str] = dict.fromkeys(("--temperature", "--rule", "--top-k", "-
 PANELS |= dict.fromkeys(("--dtype", "--attn-implementation", "--trust-remote-code", "--compile"), LOADING)
 PANELS |= dict.fromkeys(("--invariant", "--images", "--chat-template", "--template-option"), LOADING)
 """Panels of `--help` by option."""
+CONTINUES = "what is finished is kept, and the same command continues"
+AGAIN = "nothing is stored, and the same command begins again"
 TYPED = (bool, int, float, Path)
 """Types of single values that typer reads and names in `--help`; others are read as text."""
 
@@ -138,6 +141,15 @@ def _parsed(field: OptionField, value: Any) -> Any:
     if value is None or value == []:
         return None
     return value if field.form.parse is None else field.form.parse(value, field.name)
+
+
+@contextmanager
+def interruptible(outcome: Callable[[], str]) -> Iterator[None]:
+    """Say on Ctrl-C what is kept, and whether the same command continues."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(f"interrupted; {outcome()}") from stop
 
 
 def print_json(value: Any) -> None:

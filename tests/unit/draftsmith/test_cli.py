@@ -323,19 +323,30 @@ def test_memory_refuses_what_train_refuses(
     assert len(err.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize("command", ["eval", "check", "forecast", "generate"])
+@pytest.mark.parametrize(
+    ("command", "said"),
+    {
+        "eval": "interrupted; nothing was measured yet, and the same command continues",
+        "check": "interrupted; nothing is stored, and the same command begins again",
+        "forecast": "interrupted; nothing is stored, and the same command begins again",
+        "generate": "interrupted",
+        "data regenerate": "interrupted; what is finished is kept, and the same command continues",
+    }.items(),
+)
 def test_the_attention_implementation_reaches_the_loader(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
+    """A command that is interrupted there says whether it continues."""
     given: list[str] = []
 
     def load_target(name: str, *, attn_implementation: str, **_: object) -> None:
         given.append(attn_implementation)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("draftsmith.eval.session.load_target", load_target)
-    call = [command, *(["a"] if command == "generate" else []), "--target", "embedded", "--drafter", "suffix"]
+    for module in ("eval.session", "train.prepare"):
+        monkeypatch.setattr(f"draftsmith.{module}.load_target", load_target)
+    prompts = {"generate": ["a"], "data regenerate": ["embedded"]}
+    call = [*command.split(), *prompts.get(command, []), "--target", "embedded", "--drafter", "suffix"]
     call += [] if command == "generate" else ["--out", str(tmp_path / "out"), "--count", "1"]
-    with pytest.raises(SystemExit):
-        main([*call, "--attn-implementation", "eager"])
-    assert given == ["eager"]
+    code, _, err = _run(capsys, *call, "--attn-implementation", "eager")
+    assert (code, given, err.splitlines()[-1]) == (130, ["eager"], said)
