@@ -19,6 +19,7 @@ from draftsmith import __version__
 from draftsmith.cli.check import check
 from draftsmith.cli.data import data_app
 from draftsmith.cli.eval import eval_app, forecast
+from draftsmith.cli.examples import add_examples
 from draftsmith.cli.options import Json, checked_recipe, flag, print_json, suggest, with_settings
 from draftsmith.cli.publish import export, import_, push
 from draftsmith.config import Count, Section
@@ -246,6 +247,7 @@ app.command(rich_help_panel=MEASURE)(forecast)
 app.command(rich_help_panel=PUBLISH)(export)
 app.command(name="import", rich_help_panel=PUBLISH)(import_)
 app.command(rich_help_panel=PUBLISH)(push)
+add_examples(app)
 
 
 CRASHED = 70

@@ -2,14 +2,19 @@
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 from huggingface_hub import constants
 
-from draftsmith.cli import main
+from draftsmith.cli import app, main
+from draftsmith.cli.examples import EXAMPLES
 from draftsmith.cli.options import measuring
 from draftsmith.cli.quickstart import chosen
 from draftsmith.config import section_of
@@ -242,6 +247,24 @@ def test_help_groups_commands(capsys: pytest.CaptureFixture) -> None:
     groups = [out.index(f"─ {name} ─") for name in ("Train", "Measure and decode", "Publish")]
     assert groups == sorted(groups)
     assert groups[0] < out.index("│ memory") < groups[1] < out.index("│ eval") < groups[2] < out.index("│ push")
+
+
+def test_examples_of_every_command_are_its_options(capsys: pytest.CaptureFixture) -> None:
+    """Recipes in them are shipped."""
+    root = typer.main.get_command(app)
+    for name, examples in EXAMPLES.items():
+        command: Any = root
+        for word in name.split():
+            command = command.commands[word]
+        for example in examples:
+            words = shlex.split(example.partition(">")[0])
+            command.make_context(name, [*words])
+            assert name not in ("train", "memory", "data prepare") or words[0] in shipped_recipes()
+        _, out, _ = _run(capsys, *name.split(), "--help")
+        assert "Examples:" in out
+        assert " ".join(f"draftsmith {name} {examples[1]}".split()[:4]) in " ".join(out.split())
+    documented = (Path(__file__).parents[3] / "docs/reference/command-line.md").read_text()
+    assert set(re.findall(r"^## `draftsmith ([a-z ]+[a-z])", documented, re.MULTILINE)) == EXAMPLES.keys()
 
 
 def test_memory_as_json(capsys: pytest.CaptureFixture) -> None:
