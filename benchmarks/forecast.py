@@ -20,6 +20,7 @@ are known, the timed texts themselves are forecast, too: there only the seconds 
 
 import argparse
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -31,6 +32,7 @@ from forecast_report import cells, coverage_table, report
 from rich.console import Console
 
 from draftsmith import SpeculativeDecoder, load_drafter
+from draftsmith.decode.costs import Costs
 from draftsmith.decode.policies import Policy, policy_named
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.distill.load_target import LoadedTarget, load_target
@@ -45,7 +47,7 @@ from draftsmith.eval.forecast.expected_rounds import (
     retrieved,
 )
 from draftsmith.eval.forecast.hardware import measure_hardware, pass_costs
-from draftsmith.eval.forecast.profile import CostModel, numbers
+from draftsmith.eval.forecast.profile import costs_of, numbers, profile_values
 from draftsmith.eval.prompts import Prompt, load_prompts
 from draftsmith.eval.settings import Settings
 from draftsmith.eval.teacher_forced import (
@@ -245,9 +247,9 @@ def speed_cell(
     by_policy = {row["policy"]: row for row in evaluated.rows if row["category"] == "all"}
     if drafter.only_retrieves:
         by_policy = {"None": next(iter(by_policy.values()))}
-    rows = []
+    rows, costs = [], costs_of(hardware, name)
     for policy, per_text in found.items():
-        profiles = {"interval": hardware, "interval_of_texts": hardware.model_copy(update={"repeats": ()})}
+        profiles = {"interval": costs, "interval_of_texts": replace(costs, repeats=())}
         speeds = {
             key: numbers(per_text, name, profile, (1,), 0, policy)["speed"][0] for key, profile in profiles.items()
         }
@@ -259,18 +261,18 @@ def speed_cell(
                 "speedup_interval": row["speedup_interval"],
                 "speedup_forecast": speeds["interval"]["speedup"],
                 **{key: speed["speedup_interval"] for key, speed in speeds.items()},
-                "interval_of_timings": of_timings(same[policy], name, hardware, policy) if same else None,
+                "interval_of_timings": of_timings(same[policy], name, costs, policy) if same else None,
                 "tau": row["tau"],
             }
         )
-    return {"rows": rows, "hardware": hardware.model_dump(mode="json")}
+    return {"rows": rows, "hardware": profile_values(hardware)}
 
 
-def of_timings(per_text: list[ExpectedRounds], name: str, hardware: CostModel, policy: str) -> list[float]:
+def of_timings(per_text: list[ExpectedRounds], name: str, costs: Costs, policy: str) -> list[float]:
     """Return the 95 % interval of the speedup on these texts alone: one text, of which no part is resampled."""
     whole = [sum(getattr(text, key) for text in per_text) for key in ("tokens", "rounds")]
     work = sum((text.work for text in per_text), Counter())
-    return numbers([ExpectedRounds(*whole, work)], name, hardware, (1,), 0, policy)["speed"][0]["speedup_interval"]
+    return numbers([ExpectedRounds(*whole, work)], name, costs, (1,), 0, policy)["speed"][0]["speedup_interval"]
 
 
 def run(options: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
 """Timing of asynchronous device work."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -19,13 +19,16 @@ def now(device: torch.device | None) -> float:
 class PartClock:
     """Measures the parts of a step on its device: a part ends at `end`, and the next one begins there.
 
-    On CUDA it records events instead of waiting for the device, so that the host can go on to the next part.
+    On CUDA it records events instead of waiting for the device, so that the host can go on to the next part; elsewhere
+    it reads `clock`.
     """
 
-    def __init__(self, device: torch.device, parts: Sequence[str]) -> None:
+    def __init__(
+        self, device: torch.device, parts: Sequence[str], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._parts = parts
         self._cuda = device.type == "cuda"
-        self._now = partial(_event, device) if self._cuda else time.perf_counter
+        self._now = partial(_event, device) if self._cuda else clock
         self._ends: list[tuple[str, Any]] = []
 
     def start(self) -> None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoder import PassSettings, SpeculativeDecoder
 from draftsmith.decode.policies import AdaptiveChain
-from draftsmith.decode.profiling import quick_costs
+from draftsmith.decode.profiling import measure_costs
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.retrieval import Hybrid
@@ -56,7 +56,7 @@ _KNOWN: dict[str, Costs] = {}
 
 
 def stored_costs(target: PreTrainedModel, drafter: Drafter, *, texts: int = 1, invariant: bool = False) -> Costs:
-    """Return `quick_costs`, measured once: later calls for models of these shapes on this machine read them.
+    """Return one text's share of quickly measured costs; later calls for models of these shapes read them.
 
     They are kept in the folder `costs` of the cache. Lengths of drafts follow from them, and so do sampled texts.
     Batches are measured at the next power of two, and at most with `MOST_TEXTS`.
@@ -80,7 +80,7 @@ def stored_costs(target: PreTrainedModel, drafter: Drafter, *, texts: int = 1, i
         try:
             _KNOWN[key] = Costs.load(path)
         except ConfigError:  # not measured yet, or damaged
-            _KNOWN[key] = quick_costs(target, drafter, texts=texts, invariant=invariant)
+            _KNOWN[key] = measure_costs(target, drafter, quick=True, texts=texts, invariant=invariant).share(texts)
             with suppress(OSError):  # without a place to keep them, they hold for this process
                 path.parent.mkdir(parents=True, exist_ok=True)
                 _KNOWN[key].save(path)

@@ -93,7 +93,10 @@ class DecodeLoop:
         self.draws_of: MakeDraws = seeded_draws
         """The source of all random draws, which the exact tests replace."""
         self._proposer: Proposer | None = None
-        self._length = None if policy is None else policy.fixed_length
+        self.draft_length = None if policy is None else policy.fixed_length
+        """Length of the next drafts that are not retrieved; None where it depends on q."""
+        self.clock = time.perf_counter
+        """The clock of the seconds in records, except for drafting on CUDA."""
         for text in self.texts:
             text.shared_with = self.texts[0].number
             text.policy = None if policy is None else policy.fresh()
@@ -129,11 +132,11 @@ class DecodeLoop:
         layers = () if self._drafter is None else self._drafter.needs.layers
         logits_BV, drafter = self._target.prefill(self.texts, layers), self._drafter
         self._device = logits_BV.device
-        self._clock = PartClock(self._device, ("draft",))
+        self._clock = PartClock(self._device, ("draft",), self.clock)
         if self._processors.read_text:
             self._committed = CommittedTokens([text.padding + text.tokens for text in self.texts], self._device)
         if drafter is not None:
-            self._proposer = Proposer(drafter, self._processors, self._length, _shared(drafter, logits_BV.shape[1]))
+            self._proposer = Proposer(drafter, self._processors, _shared(drafter, logits_BV.shape[1]))
         texts, batch = self.texts, DraftBatch.empty(len(self.texts), self._device)
         self._numbers = _Numbers(texts, None if drafter is None else drafter.context_limit, self._device)
         results = self._decided(logits_BV[:, None], batch, self._draws())
@@ -150,18 +153,19 @@ class DecodeLoop:
 
     def round(self) -> list[tuple[DecodeSequence, list[int], Round]]:
         """Propose, verify and commit once; return every unfinished text with its new tokens and the round's record."""
-        started = time.perf_counter()
+        started = self.clock()
         clock = self._clock
         clock.start()
         draws = self._draws()
         batch, builders = DraftBatch.empty(len(self.texts), self._device), []
         if self._proposer is not None:
-            batch, builders = self._proposer.propose(self.texts, self._numbers.rooms.last(), draws, self._committed)
+            rooms = self._numbers.rooms.last()
+            batch, builders = self._proposer.propose(self.texts, rooms, self.draft_length, draws, self._committed)
         clock.end("draft")
         tokens_BQ = torch.cat([self._numbers.roots.values_BW, batch.tokens_BN], 1)
         logits_BQV = self._target.verify(tokens_BQ, batch.shapes)
         results = self._decided(logits_BQV, batch, draws)
-        verified = time.perf_counter()  # the device has nothing left to do: the outcome was read
+        verified = self.clock()  # the device has nothing left to do: the outcome was read
         draft_seconds = clock.seconds()["draft"]
         drafts = batch.read([])
         new = self._commit(drafts, results, logits_BQV)
@@ -172,7 +176,7 @@ class DecodeLoop:
         self._take_over(accepted, tokens)
         if self._drafter is not None:
             self._drafter.rollback(read)
-        ended = time.perf_counter()
+        ended = self.clock()
         out = []
         seconds = (draft_seconds, verified - started - draft_seconds, ended - started)
         same: dict[tuple, Round] = {}

@@ -1,46 +1,43 @@
-"""Measures the seconds of forward passes of a target and a drafter on this machine, for `Costs`."""
+"""Measures the seconds of passes and rounds of a target and a drafter on this machine, as `Costs`."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from functools import partial
 from itertools import cycle, islice
 from statistics import median
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.decode.clock import now
 from draftsmith.decode.costs import Costs
-from draftsmith.decode.drafts.builder import DraftBuilder
 from draftsmith.decode.locks import Locks
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.recurrent import MOST_AGAIN, is_recurrent
 from draftsmith.decode.passes.runner import ModelRunner
-from draftsmith.decode.policies.base import Chain, Growing, Policy, grow_chain
+from draftsmith.decode.policies.base import Chain
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence, Round
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.heads.base import Drafter
-from draftsmith.heads.draft_tree import Parents
 from draftsmith.heads.model_config import context_limit, plain_model, require_in_memory
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 CONTEXT, REPEATS = 128, 7
 SHORT, LONG = 1, 7
-TURNS, ROUNDS = 6, 5
-"""Whole rounds are timed with chains of SHORT and LONG tokens, TURNS times alternately, ROUNDS rounds each time. The
-target reads 2 and 8 tokens then, to which compiled passes add no padding."""
+TURNS = 25
+"""Times that rounds with chains of SHORT and LONG tokens are timed, the first time to warm up. The target reads 2 and 8
+tokens then, to which compiled passes add no padding."""
 PROBED = (0, 1, 3, 7)
-"""Lengths of the drafts of `quick_costs`, in turn."""
+"""Lengths of the drafts of a quick measurement, in turn."""
 SHARED_CONTEXT = 32
-"""Tokens of each text of a batch in `quick_costs`."""
+"""Tokens of each text of a batch in a quick measurement."""
 LEAST_TURNS, MOST_TURNS, ALIKE = 3, 8, 1.1
-"""`quick_costs` goes through them three times, the first time to warm up, and on until the two fastest rounds of every
-length differ by a tenth at most, as they do unless other processes take the processor."""
+"""A quick measurement goes through them three times, the first time to warm up, and on until the two fastest rounds of
+every length differ by a tenth at most, as they do unless other processes take the processor."""
 NEARLY_FREE = 1e-4
 """As a share of a target pass: the cost of a step that is too short to be measured."""
 
@@ -50,47 +47,74 @@ def measure_costs(
     target: PreTrainedModel,
     drafter: Drafter | None = None,
     *,
+    quick: bool = False,
+    texts: int = 1,
     compile: bool = False,
-    verify: dict[int, float] | None = None,
+    invariant: bool = False,
+    verify: dict[int, dict[int, float]] | None = None,
     text: Sequence[int] = (),
 ) -> Costs:
-    """Return the median seconds of forward passes after 128 tokens, on this machine with the current threads.
+    """Return the seconds of passes and rounds after 128 tokens, on this machine with the current threads.
 
-    Widths are timed alternately. A drafter's steps are also timed within whole rounds, where they take longer than
-    alone because the target's weights have replaced the drafter's in the processor's caches. A part of the difference
-    does not depend on the number of steps and becomes `Costs.round` and `Costs.first`.
+    Widths are timed alternately, and so are whole rounds with short and long chains: within rounds a drafter's steps
+    take longer than alone, because the target's weights have replaced the drafter's in the processor's caches. A part
+    of the difference does not depend on the number of steps and becomes `Costs.round` and `Costs.first`.
 
     Args:
+        quick: twelve rounds or a few more, and no passes of other widths. Less precise: the fastest round of each
+            length counts instead of the median. On a CPU the seconds are those in which this thread had the processor,
+            so that other processes matter little.
+        texts: with `quick`, the batch size.
         compile: time compiled passes, whose widths are powers of two.
+        invariant: with `quick`, time passes of one shape, see `Plan.invariant`.
         verify: the target's seconds, if they are known.
         text: tokens that are read, such as those of a prompt; by default different ones of the vocabulary. A mixture of
             experts reads the more weights, the more its tokens differ.
     """
     target = plain_model(target)
     require_in_memory(target)
-    verify = verify or _curve(target, compile, text)
+    if not quick:
+        verify = verify or {1: _curve(target, compile, text)}
     if drafter is None or drafter.only_retrieves:
-        return Costs(verify, {1: min(verify.values()) * NEARLY_FREE})
-    model = getattr(drafter, "model", None)
-    draft = {1: 0.0}
-    if isinstance(model, nn.Module):
+        verify = verify or {texts: {1: 1.0}}
+        return Costs(verify, {1: {1: min(verify[min(verify)].values()) * NEARLY_FREE}})
+    model, draft = getattr(drafter, "model", None), {1: 0.0}
+    if isinstance(model, nn.Module) and not quick:
         draft = _curve(cast(PreTrainedModel, model), compile, text)  # a draft model's
-    alone = Costs(verify, draft)
-    reach = min(LONG, drafter.max_draft_length or LONG)
-    seconds: dict[int, list[Round]] = {SHORT: [], reach: []}
-    for _ in range(TURNS):  # alternately, so that a slow phase of the machine affects both
-        for length, rounds in seconds.items():
-            rounds += _rounds(target, drafter, length, compile, text)
-    short, long = (median(record.seconds for record in seconds[length]) for length in (SHORT, reach))
-    step = draft[1]
-    if reach > SHORT:
-        check = alone.verify_seconds(reach + 1) - alone.verify_seconds(SHORT + 1)
-        step = max((long - short - check) / (reach - SHORT), verify[1] * NEARLY_FREE)
-    fixed = max(short - step - alone.verify_seconds(SHORT + 1), 0.0)
-    drafting = median(record.draft_seconds for record in seconds[SHORT])
-    first = min(max(drafting - step, 0.0), fixed)
-    draft = {width: step + max(value - draft[1], 0.0) for width, value in draft.items()}
-    return Costs(verify, draft, fixed - first, first)
+    reach = drafter.max_draft_length or LONG
+    lengths = sorted({min(length, reach) for length in (PROBED if quick else (SHORT, LONG))})
+    of, typical = _rounds(target, drafter, lengths, texts, quick, Plan(compile=compile, invariant=invariant), text), min
+    if not quick:
+        typical = median
+    rounds = {
+        length: (typical(record.draft_seconds for record in own), typical(record.seconds for record in own))
+        for length, own in of.items()
+    }
+    if verify is None:
+        verify = {texts: {n + 1: min(r.seconds - r.draft_seconds for r in own) for n, own in of.items()} or {1: 1.0}}
+    return _fitted(verify, draft, texts, {length: seconds for length, seconds in rounds.items() if length})
+
+
+def _fitted(
+    verify: dict[int, dict[int, float]], draft: dict[int, float], texts: int, rounds: dict[int, tuple[float, float]]
+) -> Costs:
+    """Return the costs with which the drafting and all of rounds take these seconds, by the length of their drafts.
+
+    `draft`: the drafter's passes by width, outside rounds.
+    """
+    costs, least = Costs(verify, {texts: draft}), min(verify[min(verify)].values()) * NEARLY_FREE
+    if not rounds:  # no text has room for two
+        return Costs(verify, {texts: {1: least}})
+    short, long = min(rounds), max(rounds)
+    beyond = {length: rounds[length][1] - costs.verify_seconds(length + 1, texts) for length in (short, long)}
+    step = draft[1] or beyond[short] / short
+    if long > short:
+        step = (beyond[long] - beyond[short]) / (long - short)
+    step = max(step, least)
+    fixed = max(beyond[short] - short * step, 0.0)
+    first = min(max(rounds[short][0] - short * step, 0.0), fixed)
+    passes = {width: step + max(value - draft[1], 0.0) for width, value in draft.items()}
+    return Costs(verify, {texts: passes}, {texts: fixed - first}, {texts: first})
 
 
 def _tokens(config: PreTrainedConfig, text: Sequence[int], count: int) -> list[int]:
@@ -106,109 +130,48 @@ def _tokens(config: PreTrainedConfig, text: Sequence[int], count: int) -> list[i
     return drawn
 
 
-@contextmanager
-def _sampling(
-    target: PreTrainedModel, drafter: Drafter, policy: Policy, rounds: int, plan: Plan, prompts: Sequence[Sequence[int]]
-) -> Iterator[tuple[DecodeLoop, "Timed"]]:
-    """Return a loop over sampled texts with room for this number of rounds, whose prompts have been read."""
+def _rounds(
+    target: PreTrainedModel,
+    drafter: Drafter,
+    lengths: Sequence[int],
+    texts: int,
+    quick: bool,
+    plan: Plan,
+    text: Sequence[int],
+) -> dict[int, list[Round]]:
+    """Return the records of rounds of sampled texts with chains of each length in turn, by the length of the draft."""
+    prompt = _tokens(target.config, text, CONTEXT if texts == 1 else SHARED_CONTEXT)
     configs = [getattr(model, "config", None) for model in (target, getattr(drafter, "model", None))]
     limits = [None if config is None else context_limit(config) for config in configs]
     limit = min(CONTEXT * 4 if limit is None else limit for limit in limits)
-    most = rounds * (LONG + 1) + 2
-    length = max(1, min(len(prompts[0]), limit - most))
-    end, encodes = min(length + most, limit), target.config.is_encoder_decoder
-    sequences = [
-        DecodeSequence([*prompt[:length]], end, number, source=[*prompt[:8]] if encodes else [], number=number)
-        for number, prompt in enumerate(prompts)
-    ]
-    reader, processors = Timed(target, plan=plan), Processors(Sampling(1.0), texts=len(prompts))
-    device = next(target.parameters()).device
-    reader.clock = time.thread_time if device.type == "cpu" else partial(now, device)
-    loop = DecodeLoop(reader, drafter, policy, sequences, processors, compile=plan.compile)
+    turns = MOST_TURNS if quick else TURNS
+    most = turns * len(lengths) * (LONG + 1) + 2
+    prompt = prompt[: max(1, min(len(prompt), limit - most))]
+    source, end = prompt[:8] if target.config.is_encoder_decoder else [], min(len(prompt) + most, limit)
+    sequences = [DecodeSequence([*prompt], end, number, source=source, number=number) for number in range(texts)]
+    reader, processors = TransformersTarget(target, plan=plan), Processors(Sampling(1.0), texts=texts)
+    loop = DecodeLoop(reader, drafter, Chain(max(lengths)), sequences, processors, compile=plan.compile)
+    if quick:  # `thread_time` does not count what other processes take
+        loop.clock = time.thread_time
+    timed: dict[int, list[Round]] = {}
     with Locks(target, drafter).held(), closing(reader), closing(loop):
         loop.prefill()
-        yield loop, reader
-
-
-def _rounds(
-    target: PreTrainedModel, drafter: Drafter, draft_length: int, compile: bool, text: Sequence[int]
-) -> list[Round]:
-    """Return the records of a few rounds with `draft_length` tokens, without the first, which allocates."""
-    records: list[Round] = []
-    prompts = [_tokens(target.config, text, CONTEXT)]
-    with _sampling(target, drafter, Chain(draft_length), ROUNDS, Plan(compile=compile), prompts) as (loop, _):
-        while loop.texts and len(records) < ROUNDS:
-            records += [record for _, _, record in loop.round()]
-    return records[1:] or records
-
-
-class InTurn(Policy):
-    """Chains of these lengths, one after the other and from the start again, built as `adaptive` builds them."""
-
-    name: ClassVar[str] = "in-turn"
-    branches: ClassVar[bool] = False
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        self._lengths, self._next = lengths, cycle(lengths)
-
-    def fresh(self) -> "InTurn":
-        return InTurn(self._lengths)
-
-    def grow(self, builder: DraftBuilder) -> Growing:
-        return grow_chain(builder, next(self._next))
-
-
-class Timed(TransformersTarget):
-    """Notes when it begins to verify, in seconds of `clock`."""
-
-    clock: Callable[[], float]
-    began: float
-
-    def verify(self, tokens_BQ: Tensor, shapes: Sequence[Parents]) -> Tensor:
-        self.began = self.clock()
-        return super().verify(tokens_BQ, shapes)
-
-
-@torch.inference_mode()
-def quick_costs(target: PreTrainedModel, drafter: Drafter, *, texts: int = 1, invariant: bool = False) -> Costs:
-    """Return a text's share in the seconds of passes over `texts` texts, from twelve rounds or a few more.
-
-    Less precise than `measure_costs`. The drafts of a round have one length; of each length the fastest round counts.
-    On a CPU the seconds are those in which this thread had the processor, so that other processes matter little.
-    """
-    reach = min(PROBED[-1], drafter.max_draft_length or PROBED[-1])
-    lengths = sorted({min(length, reach) for length in PROBED})
-    seconds: dict[int, list[tuple[float, float]]] = {}
-    """By the length of the draft: of a round without and with its draft."""
-    plan, count = Plan(invariant=invariant), MOST_TURNS * len(lengths)
-    prompts = [_tokens(target.config, (), CONTEXT if texts == 1 else SHARED_CONTEXT)] * texts
-    with _sampling(target, drafter, InTurn(lengths), count, plan, prompts) as (loop, reader):
-        for turn in range(MOST_TURNS):
-            for _ in lengths:
+        for turn in range(turns):
+            for length in lengths:
                 if len(loop.texts) < texts:  # the context is full
-                    break
-                begun = reader.clock()
+                    return timed
+                loop.draft_length = length
                 (_, _, record), *_ = loop.round()
-                total, drafting = reader.clock() - begun, reader.began - begun
                 if turn > 0 or not loop.texts:  # the first ones allocate and choose kernels
-                    seconds.setdefault(record.drafted, []).append(((total - drafting) / texts, total / texts))
-            if turn + 1 >= LEAST_TURNS and all(map(_alike, seconds.values())):
+                    timed.setdefault(record.drafted, []).append(record)
+            if quick and turn + 1 >= LEAST_TURNS and all(map(_alike, timed.values())):
                 break
-    if not seconds:
-        return Costs({1: 1.0}, {1: 1.0})  # no text has room for two rounds
-    verify = {length + 1: min(rest for rest, _ in own) for length, own in seconds.items()}
-    draft = {length: min(total - rest for rest, total in own) for length, own in seconds.items() if length}
-    least, short, long = min(verify.values()) * NEARLY_FREE, min(draft, default=0), max(draft, default=0)
-    if not draft:
-        return Costs(verify, {1: least})
-    step = (draft[long] - draft[short]) / (long - short) if long > short else draft[short] / short
-    step = max(step, least)
-    return Costs(verify, {1: step}, first=max(draft[short] - short * step, 0.0))
+    return timed
 
 
-def _alike(seconds: list[tuple[float, float]]) -> bool:
+def _alike(rounds: list[Round]) -> bool:
     """Return whether the two fastest of these rounds took about as long."""
-    best = sorted(total for _, total in seconds)[:2]
+    best = sorted(record.seconds for record in rounds)[:2]
     return best[-1] < ALIKE * best[0]
 
 

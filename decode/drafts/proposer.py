@@ -30,18 +30,22 @@ class Proposer:
 
     drafter: Drafter
     processors: Processors
-    length: int | None
-    """Of all drafts that are not retrieved; None where it depends on q."""
     shared: tuple[int, int] | None = None
     """(tokens that the drafter may draft, size of the target's vocabulary), where it may not draft all."""
 
     def propose(
-        self, texts: Sequence[DecodeSequence], rooms: Counts, draws: Draws | None, committed: CommittedTokens | None
+        self,
+        texts: Sequence[DecodeSequence],
+        rooms: Counts,
+        length: int | None,
+        draws: Draws | None,
+        committed: CommittedTokens | None,
     ) -> tuple[DraftBatch, list[DraftBuilder]]:
         """Return drafts for all texts, and the builders of those that the host built.
 
         Args:
             rooms: the maximum depth of each draft.
+            length: of all drafts that are not retrieved; None where it depends on q.
             draws: None: the likeliest tokens are chosen.
             committed: the tokens of the texts, where a processor reads them.
         """
@@ -49,8 +53,10 @@ class Proposer:
         retrieved = [self._worth(text, draft) for text, draft in zip(texts, found, strict=True)]
         if (most := self.drafter.max_draft_length) is not None:  # a limit of its logits, not of retrieval
             rooms = rooms.map(lambda room: room - (room - most) * (room > most))
-        if self.length is not None and all(draft is None for draft in retrieved) and max(rooms) > 0:
-            return self.chains([text.number for text in texts], rooms, draws, committed), []
+        if length is not None and all(draft is None for draft in retrieved):
+            if min(length, max(rooms)) == 0:
+                return DraftBatch.empty(len(texts), rooms.device), []
+            return self.chains([text.number for text in texts], rooms, length, draws, committed), []
         builders = []
         for text, room, draft in zip(texts, rooms, found, strict=True):
             builders.append(DraftBuilder(text, room, self.processors, self.shared))
@@ -73,16 +79,20 @@ class Proposer:
         return kept if kept.tokens else None
 
     def chains(
-        self, numbers: Sequence[int], rooms: Counts, draws: Draws | None, committed: CommittedTokens | None
+        self,
+        numbers: Sequence[int],
+        rooms: Counts,
+        length: int,
+        draws: Draws | None,
+        committed: CommittedTokens | None,
     ) -> DraftBatch:
         """Return chains, shorter where a text has less room; the drafter reads all tokens but the last.
 
         On the device and without reading a value. `numbers`: the index of each text in the whole batch.
         """
-        assert self.length is not None
         logits_BV = self.drafter.begin([row for row, room in enumerate(rooms) if room > 0])
-        if 1 < self.length <= min(rooms) and self.processors.only_temperature:
-            logits_BDV = self.drafter.chain_logits(self.length)
+        if 1 < length <= min(rooms) and self.processors.only_temperature:
+            logits_BDV = self.drafter.chain_logits(length)
             if logits_BDV is not None:
                 return self._at_once(precise(fitted(logits_BDV, self.shared)), draws)
         drawing = ChainDrawing(None if draws is None else draws.drafted)
@@ -93,7 +103,7 @@ class Proposer:
             depths = Counts([len(drawing.tokens)] * len(rows), rooms.device)
             return committed.with_paths(rows, paths_BD, depths, numbers)
 
-        for depth in range(min(self.length, max(rooms))):
+        for depth in range(min(length, max(rooms))):
             if depth > 0:
                 logits_BV = self.drafter.extend(Level(drawing.tokens[-1][:, None], None, depth))[:, 0]
             scores_BV = self.processors.scores(fitted(logits_BV, self.shared), contexts)

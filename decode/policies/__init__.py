@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # policies are checked before torch is imported
 POLICIES: dict[str, type[Policy]] = {
     policy.name: policy for policy in (Chain, ConfidenceChain, AdaptiveChain, SampledTree, BestFirst)
 }
-EXAMPLE = Costs({1: 1.0, 2: 1.5}, {1: 0.1})
+EXAMPLE = Costs({1: {1: 1.0, 2: 1.5}}, {1: {1: 0.1}})
 """Costs of policies that are named before anything is measured."""
 
 

@@ -8,6 +8,7 @@ of the plan is lambda (Dinkelbach 1967). The policy keeps a running estimate of 
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -70,13 +71,24 @@ class AdaptiveChain(Policy):
 
         `retrieved`: drafts may be retrieved, which costs nothing.
         """
-        speed, depths = 1 / self.costs.plain, range(1, self.draft_length + 1)
+        speed, depths = 1 / self.costs.token_seconds(), range(1, self.draft_length + 1)
         copies = accumulate(PERFECT**depth - speed * self.texts * self._check(depth) for depth in depths)
         return (retrieved and max(copies) > 0) or self._pays(speed, depths, lambda depth: PERFECT**depth)
 
+    @cached_property
+    def _seconds(self) -> list[tuple[float, float]]:
+        """By depth, from 1 on: the seconds of a draft's token there, and those by which the verification is longer."""
+        at = self.costs
+        return [
+            (at.drafting(depth) - at.drafting(depth - 1), at.verify_seconds(depth + 1) - at.verify_seconds(depth))
+            for depth in range(1, self.draft_length + 1)
+        ]
+
     def _check(self, depth: int) -> float:
         """Return the seconds that a verification takes longer with a token at this depth."""
-        return self.costs.verify_seconds(depth + 1) - self.costs.verify_seconds(depth)
+        if depth <= self.draft_length:
+            return self._seconds[depth - 1][1]
+        return self.costs.verify_seconds(depth + 1) - self.costs.verify_seconds(depth)  # of a longer copy
 
     def _pays(self, speed: float, depths: range, rate: Callable[[int], float], *, drafted: bool = False) -> bool:
         """Return whether a draft that ends at some of these depths is worth the seconds of its tokens there.
@@ -87,10 +99,10 @@ class AdaptiveChain(Policy):
             rate: the probability that the tokens up to a depth are accepted.
             drafted: the drafter's pass for the first of them is over.
         """
-        step = self.costs.draft_seconds(1)
-        gain = speed * step if drafted else -speed * self.costs.first if depths.start == 1 else 0.0
+        gain = speed * self._seconds[depths.start - 1][0] if drafted else 0.0
         for depth in depths:
-            gain += rate(depth) - speed * (step + self._check(depth))
+            step, check = self._seconds[depth - 1]
+            gain += rate(depth) - speed * (step + check)
             if gain >= 0:
                 return True
         return False
@@ -133,7 +145,7 @@ class AdaptiveChain(Policy):
     def observe_retrieved(self, length: int, verified: int, accepted: int, *, greedy: bool) -> None:
         experience = self.experience[greedy]
         experience.copied.observe(length, verified, accepted)
-        experience.speed.observe(accepted + 1, self.costs.verify_seconds(verified + 1) + self.costs.round)
+        experience.speed.observe(accepted + 1, self.costs.round_seconds(verified, 0))
 
     def observe(self, builder: "DraftBuilder", draft: Draft, result: "VerifyResult") -> None:
         experience = self.experience[builder.greedy]
@@ -141,7 +153,7 @@ class AdaptiveChain(Policy):
             experience.accepted.observe(confidence, overlap)
         for place, survival in enumerate(builder.survival):
             experience.survival.observe(survival, place + 1, place < result.accepted)
-        seconds = self.costs.drafting(builder.passes) + self.costs.verify_seconds(len(draft) + 1) + self.costs.round
+        seconds = self.costs.round_seconds(len(draft), builder.passes)
         speed = experience.speed.tokens_per_second
-        experience.drafted(len(draft), result.accepted - speed * (seconds - self.costs.plain))
+        experience.drafted(len(draft), result.accepted - speed * (seconds - self.costs.token_seconds()))
         experience.speed.observe(result.accepted + 1, seconds)

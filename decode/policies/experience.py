@@ -117,10 +117,10 @@ class Speed:
 
     def __init__(self, costs: Costs, acceptance: float = 0.7) -> None:
         tokens = 1 + 2 * acceptance
-        seconds = costs.round + costs.drafting(2) + costs.verify_seconds(3)
+        seconds = costs.round_seconds(2, 2)
         # Starts as after four rounds with two draft tokens each.
         self._tokens, self._seconds = 4 * tokens, 4 * seconds
-        self._plain = costs.plain
+        self._plain = costs.token_seconds()
 
     def observe(self, tokens: float, seconds: float) -> None:
         self._tokens = MEMORY * self._tokens + tokens

@@ -26,7 +26,7 @@ from draftsmith.eval.forecast.expected_rounds import (
     retrieved,
 )
 from draftsmith.eval.forecast.hardware import measure_hardware, pass_costs, timeable
-from draftsmith.eval.forecast.profile import CostModel, ForecastRow, numbers
+from draftsmith.eval.forecast.profile import ForecastRow, Profile, costs_of, numbers, profile_values, require_known
 from draftsmith.eval.settings import ForecastSettings
 from draftsmith.eval.teacher_forced import (
     TOGETHER,
@@ -75,7 +75,7 @@ class Forecast:
     """One per drafter, temperature and policy, with speeds by batch size."""
     best: list[BestPolicy]
     """One per temperature and batch size."""
-    hardware: dict[float, CostModel]
+    hardware: dict[float, Profile]
     environment: dict[str, Any]
     notes: list[str] = field(default_factory=list)
     engine: dict[str, Any] | None = None
@@ -87,7 +87,7 @@ class Forecast:
             "schema": SCHEMA,
             "best": self.best,
             "rows": self.rows,
-            "hardware": {f"{t:g}": hardware.model_dump(mode="json") for t, hardware in self.hardware.items()},
+            "hardware": {f"{t:g}": profile_values(hardware) for t, hardware in self.hardware.items()},
             "environment": self.environment,
             "settings": self.settings.model_dump(),
             "notes": self.notes,
@@ -100,7 +100,7 @@ def forecast(
     drafters: dict[str, Drafter],
     prompts: Sequence[list[int]],
     settings: ForecastSettings,
-    hardware: CostModel | None = None,
+    hardware: Profile | None = None,
     *,
     progress: bool = False,
 ) -> Forecast:
@@ -117,14 +117,14 @@ def forecast(
     if not prompts:
         raise ConfigError("prompts=0; expected at least 1")
     if hardware is not None:
-        hardware.require(drafters)
+        require_known(hardware, drafters)
     with stage("choosing the number of threads", shown=progress):
         count = fastest_threads(target, list(prompts[0]))
     with threads(count):
         timed = progress and hardware is None
         with stage("timing the passes of each drafter", shown=timed):
-            known = hardware or pass_costs(target, drafters, prompts[0])
-        parts = [_at(target, drafters, prompts, settings, known, t, progress) for t in settings.temperatures]
+            known = {} if hardware else pass_costs(target, drafters, prompts[0])
+        parts = [_at(target, drafters, prompts, settings, known, hardware, t, progress) for t in settings.temperatures]
         where = environment()
     best = [entry for part in parts for entry in part.best]
     return Forecast(
@@ -142,7 +142,8 @@ def _at(
     drafters: dict[str, Drafter],
     prompts: Sequence[list[int]],
     settings: ForecastSettings,
-    hardware: CostModel | dict[str, Costs],
+    widths: dict[str, Costs],
+    hardware: Profile | None,
     temperature: float,
     progress: bool,
 ) -> Forecast:
@@ -161,15 +162,16 @@ def _at(
         for name, drafter in drafters.items():
             predicted[name] = predict(target, drafter, texts, settings, sampling, done)
     trees = {name: [p for p in predicted[name].policies if p.fixed_length is None] for name in drafters}
-    if isinstance(hardware, dict):
+    if hardware is None:
         lengths = {"draft_length": settings.max_draft_length, "batches": settings.batch_sizes, "policies": trees}
         shown = f"T={temperature:g}: timing rounds" if progress else ""
         timed = timeable(target, texts)
-        hardware = measure_hardware(target, drafters, timed, hardware, sampling=sampling, **lengths, shown=shown)
-    untimed = len(hardware.repeats) < 2
-    assumed = [str(policy) for name, own in trees.items() for policy in own if not hardware.knows(name, str(policy))]
+        hardware = measure_hardware(target, drafters, timed, widths, sampling=sampling, **lengths, shown=shown)
+    costs = {name: costs_of(hardware, name) for name in drafters}
+    untimed = any(len(one.repeats) < 2 for one in costs.values())
+    assumed = [str(policy) for name, own in trees.items() for policy in own if str(policy) not in costs[name].policies]
     rows: list[ForecastRow] = [
-        numbers(per_text, name, hardware, settings.batch_sizes, settings.seed, policy, temperature)
+        numbers(per_text, name, costs[name], settings.batch_sizes, settings.seed, policy, temperature)
         for name, drafter in predicted.items()
         for policy, per_text in drafter.plans
     ]

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -21,7 +21,7 @@ from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence, Round
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.errors import ConfigError
-from draftsmith.eval.forecast.profile import CostModel, DrafterSeconds
+from draftsmith.eval.forecast.profile import TARGET, Profile, require_known
 from draftsmith.eval.teacher_forced import TargetText
 from draftsmith.heads.base import Context, Drafter
 from draftsmith.heads.draft_tree import Draft
@@ -35,7 +35,7 @@ drafter those that it reaches."""
 Arm = tuple[str, int | str]
 """A drafter and a draft length of its chains, or another of its policies by name."""
 ALONE: Arm = ("", 0)
-Timed = dict[Arm, list[Round]]
+ArmRounds = dict[Arm, list[Round]]
 """The timed rounds of each arm."""
 ROUNDS, TURNS = 5, 8
 """Rounds that are timed in a row, and turns over all lengths, whose differences give the error of the seconds."""
@@ -71,14 +71,14 @@ def pass_costs(
     drafters: dict[str, Drafter],
     prompt: Sequence[int] = (),
 ) -> dict[str, Costs]:
-    """Return the costs from which the decoder chooses the widths of passes: by drafter, and of the target alone by ''.
+    """Return the costs from which the decoder chooses the widths of passes: by drafter, and of the target alone.
 
     `prompt`: tokens that the timed passes read.
     """
     alone = measure_costs(target, text=prompt)
     # All passes use the same padding: measured separately, noise may change the padding of a width.
     options: dict[str, Any] = {"verify": alone.verify, "text": prompt}
-    return {"": alone} | {name: measure_costs(target, one, **options) for name, one in _computing(drafters).items()}
+    return {TARGET: alone} | {name: measure_costs(target, one, **options) for name, one in _computing(drafters).items()}
 
 
 def _computing(drafters: dict[str, Drafter]) -> dict[str, Drafter]:
@@ -118,13 +118,13 @@ def measure_hardware(
     batches: Sequence[int] = (1,),
     policies: Mapping[str, Sequence[Policy]] = {},
     shown: str = "",
-) -> CostModel:
+) -> Profile:
     """Return the mean seconds of real rounds after real texts, on this machine with the current threads.
 
     Draft lengths are timed in turns, so that temporary slowdowns affect all of them alike; the means of each turn are
-    the `repeats`. `verify` holds the target's pass with the rule for chosen tokens; `draft` holds the remaining seconds
-    of a drafter's rounds. `texts`: from `timeable`. `costs`: from `pass_costs`. `policies`: by drafter, those besides
-    chains whose rounds are timed. `shown`: name of the stage that is shown on stderr.
+    the `repeats`. `verify` holds the target's pass with the rule for chosen tokens; `chains` holds the remaining
+    seconds of a drafter's rounds. `texts`: from `timeable`. `costs`: from `pass_costs`. `policies`: by drafter,
+    those besides chains whose rounds are timed. `shown`: name of the stage that is shown on stderr.
     """
     drafters = _computing(drafters)
     arms = _arms(target, drafters, costs, draft_length, policies)
@@ -133,11 +133,14 @@ def measure_hardware(
     together = {
         b: {arm: [record for turn in timed for record in turn[arm]] for arm in arms} for b, timed in of_batch.items()
     }
-    hardware = profile_of(together)
-    hardware.require(drafters)
-    repeats = [profile_of({b: timed[turn] for b, timed in of_batch.items()}) for turn in range(TURNS)]
-    known = [repeat for repeat in repeats if repeat.drafters.keys() == hardware.drafters.keys()]
-    return hardware.model_copy(update={"name": "measured", "repeats": tuple(known)})
+    profile = profile_of(together)
+    require_known(profile, drafters)
+    turns = [profile_of({b: timed[turn] for b, timed in of_batch.items()}) for turn in range(TURNS)]
+    known = [turn for turn in turns if turn.keys() == profile.keys()]
+    return {
+        name: replace(costs, name="measured", repeats=tuple(turn[name] for turn in known))
+        for name, costs in profile.items()
+    }
 
 
 def _arms(
@@ -149,7 +152,7 @@ def _arms(
 ) -> dict[Arm, "TimedVariant"]:
     """Return the timed variants: the target alone, its passes over drafts, and the rounds of each drafter."""
     arms: dict[Arm, TimedVariant] = {ALONE: TimedVariant(target)}
-    arms |= {("", length): TimedVariant(target, _Fixed(length), length, costs[""]) for length in LENGTHS}
+    arms |= {("", length): TimedVariant(target, _Fixed(length), length, costs[TARGET]) for length in LENGTHS}
     for name, drafter in drafters.items():
         longest = min(draft_length, drafter.max_draft_length or draft_length)
         reached = [length for length in LENGTHS if length <= longest]
@@ -159,7 +162,7 @@ def _arms(
     return arms
 
 
-def profile_of(rounds: dict[int, Timed]) -> CostModel:
+def profile_of(rounds: dict[int, ArmRounds]) -> Profile:
     """Return the profile in which a round of every timed draft length, and of every other policy, costs its mean.
 
     `rounds`: of each variant, by batch size.
@@ -168,7 +171,7 @@ def profile_of(rounds: dict[int, Timed]) -> CostModel:
     of long passes always, and so would medians of turns, in which the target alone is timed most often. Means grow by
     the same share as the time of whole texts. The seconds of a round in addition to the target's pass grow with the
     draft: sampled tokens need a more expensive rule, and hidden states are transferred. Therefore all of them count as
-    `draft`, and `round` is 0.
+    `chains`, and `round` is 0.
     """
     alone = {batch: fmean(record.seconds for record in timed[ALONE]) for batch, timed in rounds.items()}
     verify = {
@@ -176,31 +179,32 @@ def profile_of(rounds: dict[int, Timed]) -> CostModel:
         | {n + 1: fmean(r.verify_seconds for r in timed["", n]) for n in LENGTHS if timed["", n]}
         for batch, timed in rounds.items()
     }
-    drafters: dict[str, DrafterSeconds] = {}
+    target = Costs(verify, alone=alone)
+    profile = {TARGET: target}
     for name in dict.fromkeys(name for timed in rounds.values() for name, _ in timed if name):
-        draft = {
+        chains = {
             batch: {
-                n: max(fmean(r.seconds for r in records) - verify[batch][n + 1], 0.0)
+                n: max(fmean(r.seconds for r in records) - target.verify_seconds(n + 1, batch), 0.0)
                 for (owner, n), records in timed.items()
                 if owner == name and isinstance(n, int) and records
             }
             for batch, timed in rounds.items()
         }
-        if any(draft.values()):
-            drafters[name] = DrafterSeconds(draft={batch: curve for batch, curve in draft.items() if curve})
-    chains = CostModel(alone=alone, verify=verify, drafters=drafters)
-    timed = {name: own.model_copy(update={"policies": _beyond(rounds, name, chains)}) for name, own in drafters.items()}
-    return chains.model_copy(update={"drafters": timed})
+        if any(chains.values()):
+            own = replace(target, chains={batch: curve for batch, curve in chains.items() if curve})
+            profile[name] = replace(own, policies=_beyond(rounds, name, own))
+    return profile
 
 
-def _beyond(rounds: dict[int, Timed], drafter: str, chains: CostModel) -> dict[str, dict[int, float]]:
-    """Return by policy and batch size the seconds of its rounds beyond those that `chains` predicts for them."""
+def _beyond(rounds: dict[int, ArmRounds], drafter: str, costs: Costs) -> dict[str, dict[int, float]]:
+    """Return by policy and batch size the seconds of its rounds beyond those of chains."""
     beyond: defaultdict[str, dict[int, float]] = defaultdict(dict)
     for batch, arms in rounds.items():
         for (owner, policy), records in arms.items():
             if owner == drafter and isinstance(policy, str) and records:
-                gaps = [r.seconds - chains.round_seconds(drafter, r.drafted, r.depth, batch) for r in records]
-                beyond[policy][batch] = fmean(gaps)
+                beyond[policy][batch] = fmean(
+                    r.seconds - costs.round_seconds(r.drafted, r.depth, batch) for r in records
+                )
     return beyond
 
 
@@ -290,17 +294,17 @@ def _timed(
     batch: int,
     sampling: Sampling,
     done: Callable[[], None],
-) -> list[Timed]:
+) -> list[ArmRounds]:
     """Return the rounds of every variant in each turn except the first, which allocates memory and chooses kernels.
 
     The target alone is timed repeatedly in each turn, since every speedup is relative to it. Each turn begins with
     another variant and uses other texts, whose prompts all variants share. `done` is called after each variant.
     """
-    turns: list[Timed] = []
+    turns: list[ArmRounds] = []
     others = [key for key in arms if key != ALONE]
     read: ReadPrompts = {}
     for turn in range(TURNS + 1):
-        timed: Timed = {key: [] for key in arms}
+        timed: ArmRounds = {key: [] for key in arms}
         first = turn * len(others) // (TURNS + 1)
         together = [texts[(turn * batch + row) % len(texts)] for row in range(batch)]
         for place, key in enumerate([*others[first:], *others[:first]]):

@@ -18,121 +18,111 @@ A profile holds the seconds of rounds by batch size:
 YAML or JSON. Curves are interpolated linearly, and extrapolated with the slope of the last two points.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
-from draftsmith.decode.costs import interpolated
+from draftsmith.decode.costs import Costs
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.eval.forecast.expected_rounds import ExpectedRounds
 from draftsmith.heads.base import Drafter
 from draftsmith.metrics import acceptance_at, percentiles, tau
 from draftsmith.reading import parse_yaml, read_text
-from draftsmith.storage import write_json
 
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
-ANY = "*"
-
-
-class DrafterSeconds(BaseModel):
-    """Seconds that one drafter adds to a round."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    draft: dict[Count, Annotated[dict[Count, NotNegative], Field(min_length=1)]] = Field(min_length=1)
-    round: dict[Count, NotNegative] = {1: 0.0}
-    policies: dict[str, dict[Count, Annotated[float, Field(allow_inf_nan=False)]]] = {}
+Profile = dict[str, Costs]
+"""Costs by drafter, and those of the target alone; all have the same seconds of the target."""
+ANY, TARGET = "*", ""
+OF_TARGET = ("name", "alone", "verify")
+OF_DRAFTER = {"draft": "chains", "round": "round", "policies": "policies"}
+"""Keys of a drafter in a file, and the fields of `Costs` that they hold."""
+EXPECTED = "name, alone, verify or drafters, with draft, round and policies in a drafter"
 
 
-class CostModel(BaseModel):
-    """A profile, as described above."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    name: str = ""
-    alone: Annotated[dict[Count, Seconds], Field(min_length=1)]
-    verify: Annotated[dict[Count, Annotated[dict[Count, Seconds], Field(min_length=1)]], Field(min_length=1)]
-    drafters: dict[str, DrafterSeconds] = {}
-    repeats: tuple["CostModel", ...] = ()
-    """Profiles of single turns over all lengths; the seconds above are means over all turns."""
-
-    def token_seconds(self, batch: int) -> float:
-        """Return the seconds in which the target alone decodes one token of each of `batch` texts."""
-        return interpolated(self.alone, batch)
-
-    def verify_seconds(self, width: float, batch: int) -> float:
-        """Return the seconds of a target forward pass over `width` tokens of each of `batch` texts."""
-        return _at(self.verify, batch, width)
-
-    def round_seconds(self, drafter: str, nodes: float, passes: float, batch: int, policy: str = "") -> float:
-        """Return the seconds of a round that verifies `nodes` draft tokens per text after `passes` drafter passes."""
-        own = self.of(drafter)
-        seconds = self.verify_seconds(nodes + 1, batch)
-        if own is None:
-            return seconds
-        beyond = own.policies.get(policy)
-        more = interpolated(beyond, batch) if beyond and passes else 0.0
-        # Noise may make a difference, or the extrapolation beyond the longest timed draft, negative.
-        drafting = max(_at(own.draft, batch, passes) + more, 0.0) if passes else 0.0
-        return seconds + interpolated(own.round, batch) + drafting
-
-    def of(self, drafter: str) -> DrafterSeconds | None:
-        """Return the seconds of a drafter; None if the profile has none."""
-        return self.drafters.get(drafter, self.drafters.get(ANY))
-
-    def knows(self, drafter: str, policy: str) -> bool:
-        """Return whether the profile has the seconds of this policy's rounds."""
-        own = self.of(drafter)
-        return own is not None and policy in own.policies
-
-    def require(self, drafters: dict[str, Drafter]) -> None:
-        """Raise ConfigError unless the profile has the seconds of every drafter with logits."""
-        for name, drafter in drafters.items():
-            if not drafter.only_retrieves and self.of(name) is None:
-                known = ", ".join(self.drafters) or "none"
-                raise ConfigError(f"profile has no drafters.{name}; expected its seconds, or `*` (there are: {known})")
-
-    def save(self, path: Path) -> None:
-        write_json(path, self.model_dump(mode="json"))
-
-    @classmethod
-    def load(cls, path: Path) -> "CostModel":
-        """Read a profile; ConfigError naming the first invalid key."""
-        try:
-            values = parse_yaml(read_text(path))
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"profile={path} cannot be read ({reason_of(error, whole=True)}); expected YAML or JSON"
-            ) from error
-        if not isinstance(values, dict):
-            raise ConfigError(f"profile={path} holds {type(values).__name__}; expected keys alone, verify and drafters")
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            raise ConfigError(f"{_problem(error)} (profile {path})") from error
+def costs_of(profile: Profile, drafter: str) -> Costs:
+    """Return the costs of a drafter; those of the target alone if the profile has none."""
+    return profile.get(drafter) or profile.get(ANY) or profile[TARGET]
 
 
-def _problem(error: ValidationError) -> str:
+def require_known(profile: Profile, drafters: Mapping[str, Drafter]) -> None:
+    """Raise ConfigError unless the profile has the seconds of every drafter with logits."""
+    for name, drafter in drafters.items():
+        if not drafter.only_retrieves and not {name, ANY} & profile.keys():
+            known = ", ".join(profile.keys() - {TARGET}) or "none"
+            raise ConfigError(f"profile has no drafters.{name}; expected its seconds, or `*` (there are: {known})")
+
+
+def profile_values(profile: Profile) -> dict[str, Any]:
+    """Return the content of the file that describes a profile."""
+    target, drafters = profile[TARGET], {name: costs for name, costs in profile.items() if name != TARGET}
+    return {
+        **{key: getattr(target, key) for key in OF_TARGET},
+        "drafters": {
+            name: {key: getattr(costs, of) for key, of in OF_DRAFTER.items()} for name, costs in drafters.items()
+        },
+        "repeats": [
+            profile_values({name: costs.repeats[turn] for name, costs in profile.items()})
+            for turn in range(len(target.repeats))
+        ],
+    }
+
+
+def profile_from(values: Mapping[str, Any]) -> Profile:
+    """Return the profile that such values describe; ConfigError naming the first invalid key."""
+    target = {key: value for key, value in values.items() if key not in ("drafters", "repeats")}
+    profile, key = {}, "drafters"
+    try:
+        drafters = _SECTIONS.validate_python({TARGET: {}, **values.get("drafters", {})})
+        key = "repeats"
+        repeats = [profile_from(turn) for turn in _TURNS.validate_python(values.get("repeats", ()))]
+        for name, own in drafters.items():
+            key = f"drafters.{name}" if name else ""
+            if name and not own.get("draft"):
+                raise ConfigError(f"{key}.draft is missing; expected seconds")
+            fields = {OF_DRAFTER.get(field, field): value for field, value in own.items()}
+            turns = [turn[name] for turn in repeats if name in turn]
+            profile[name] = _COSTS.validate_python({**target, **fields, "repeats": turns})
+    except ValidationError as error:
+        raise ConfigError(_problem(error, key)) from error
+    return profile
+
+
+def read_profile(path: Path) -> Profile:
+    """Read a profile; ConfigError naming the first invalid key."""
+    try:
+        values = parse_yaml(read_text(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"profile={path} cannot be read ({reason_of(error, whole=True)}); expected YAML or JSON"
+        ) from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"profile={path} holds {type(values).__name__}; expected keys alone, verify and drafters")
+    try:
+        return profile_from(values)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (profile {path})") from error
+
+
+_COSTS = TypeAdapter(Costs)
+_SECTIONS, _TURNS = TypeAdapter(dict[str, dict[str, Any]]), TypeAdapter(list[dict[str, Any]])
+
+
+def _problem(error: ValidationError, where: str) -> str:
     problem = error.errors()[0]
-    key = ".".join(str(part) for part in problem["loc"] if part != "[key]")
+    place = [str(part) for part in problem["loc"] if part != "[key]"]
+    if where and place[0] not in OF_TARGET:
+        field = {of: key for key, of in OF_DRAFTER.items()}.get(place[0], place[0])
+        place = [where, field, *place[1:]]
+    key = ".".join(place)
     if problem["type"] == "missing":
         return f"{key} is missing; expected seconds"
-    if problem["type"] == "extra_forbidden":
+    if problem["type"] == "unexpected_keyword_argument":
         return (
             f"unknown key {key}; expected name, alone, verify or drafters, with draft, round and policies in a drafter"
         )
-    expected = problem["msg"].removeprefix("Input should be ")
-    return f"{key}={problem['input']!r}; expected {expected}"
-
-
-def _at(curves: dict[int, dict[int, float]], batch: int, width: float) -> float:
-    """Interpolate over the width at every batch size, then over the batch size."""
-    return interpolated({size: interpolated(curve, width) for size, curve in curves.items()}, batch)
+    return f"{key}={problem['input']!r}; expected {problem['msg'].removeprefix('Input should be ')}"
 
 
 # Shapes: S texts, R resamples.
@@ -173,7 +163,7 @@ class ForecastRow(TypedDict):
 def numbers(
     per_text: Sequence[ExpectedRounds],
     drafter: str,
-    hardware: CostModel,
+    costs: Costs,
     batches: Sequence[int],
     seed: int,
     policy: str = "",
@@ -196,10 +186,10 @@ def numbers(
         "speed": [],
     }
     for batch in batches:
-        seconds_S, token = seconds(per_text, drafter, hardware, batch, policy), hardware.token_seconds(batch)
+        seconds_S, token = seconds(per_text, costs, batch, policy), costs.token_seconds(batch)
         repeated = [
-            repeat.token_seconds(batch) * tokens_S.sum() / seconds(per_text, drafter, repeat, batch, policy).sum()
-            for repeat in hardware.repeats
+            repeat.token_seconds(batch) * tokens_S.sum() / seconds(per_text, repeat, batch, policy).sum()
+            for repeat in costs.repeats
         ]
         of_texts_R = token * tokens_S[draws_RS].sum(1) / seconds_S[draws_RS].sum(1)
         row["speed"].append(
@@ -214,13 +204,11 @@ def numbers(
     return row
 
 
-def seconds(
-    per_text: Sequence[ExpectedRounds], drafter: str, hardware: CostModel, batch: int, policy: str
-) -> np.ndarray:
+def seconds(per_text: Sequence[ExpectedRounds], costs: Costs, batch: int, policy: str) -> np.ndarray:
     """Return the expected seconds of each text, [S]."""
     keys = {key for text in per_text for key in text.work}
-    cost = {key: hardware.round_seconds(drafter, *key, batch, policy) for key in keys}
-    return np.array([sum(weight * cost[key] for key, weight in text.work.items()) for text in per_text])
+    of = {key: costs.round_seconds(*key, batch, policy) for key in keys}
+    return np.array([sum(weight * of[key] for key, weight in text.work.items()) for text in per_text])
 
 
 def timing_errors(speedups: Sequence[float], count: int, rng: np.random.Generator) -> np.ndarray:

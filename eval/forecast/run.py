@@ -11,7 +11,7 @@ from draftsmith.decode.arguments import capabilities
 from draftsmith.distill.data_section import require_client
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.eval.forecast.forecast import PLAIN, BestPolicy, Forecast, forecast
-from draftsmith.eval.forecast.profile import CostModel
+from draftsmith.eval.forecast.profile import TARGET, Profile, profile_values, read_profile
 from draftsmith.eval.forecast.served import (
     engine_settings,
     measure_servers,
@@ -32,7 +32,7 @@ IN_FORECAST = "the results are in forecast.json"
 def run(settings: ForecastSettings, out: Path) -> Forecast:
     """Check what the settings name, load the models, forecast, and write `forecast.json` to `out`."""
     check_options(settings)
-    hardware = None if settings.profile is None else CostModel.load(settings.profile)
+    hardware = None if settings.profile is None else read_profile(settings.profile)
     if settings.servers:
         require_client()
     rows = PromptRows.read(settings.prompts)
@@ -55,14 +55,14 @@ def run(settings: ForecastSettings, out: Path) -> Forecast:
         _write(predicted, out)
         if settings.save_profile is not None:
             with writing(settings.save_profile, IN_FORECAST):
-                measured.save(settings.save_profile)
+                write_json(settings.save_profile, profile_values(measured))
         if settings.write is not None:
             with writing(settings.write, IN_FORECAST):
                 write_json(settings.write, predicted.engine)
         return predicted
 
 
-def _served(settings: ForecastSettings, session: Session) -> tuple[Forecast, CostModel]:
+def _served(settings: ForecastSettings, session: Session) -> tuple[Forecast, Profile]:
     """Return the forecast with the seconds of servers and the engines' settings, and the seconds."""
     (drafter,) = session.drafters.values()
     if drafter.only_retrieves:
@@ -148,7 +148,8 @@ def forecast_table(predicted: Forecast, batch: int) -> Table:
 
 def verification_line(predicted: Forecast, batch: int) -> str:
     """Return the cost of a target forward pass by width, which bounds the speedup of any drafter."""
-    temperature, hardware = next(iter(predicted.hardware.items()))
+    temperature, profile = next(iter(predicted.hardware.items()))
+    hardware = profile[TARGET]
     widths = sorted({width for curve in hardware.verify.values() for width in curve if width > 1})
     alone = hardware.token_seconds(batch)
     costs = ", ".join(f"{width} tokens {hardware.verify_seconds(width, batch) / alone:.2f}" for width in widths)

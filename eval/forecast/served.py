@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from draftsmith.decode.costs import Costs
 from draftsmith.decode.policies import Chain
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.data_section import ServerSection, server_section
@@ -24,7 +25,7 @@ from draftsmith.distill.server.answers import COMPLETION
 from draftsmith.distill.server.client import BadAnswer, ServerClient
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.eval.forecast.forecast import Forecast, best_of
-from draftsmith.eval.forecast.profile import ANY, CostModel, DrafterSeconds
+from draftsmith.eval.forecast.profile import ANY, TARGET, Profile
 from draftsmith.eval.server.measure import CounterRoutes, ServerRun, settled
 from draftsmith.eval.session import Session
 from draftsmith.eval.settings import ForecastSettings, Settings
@@ -42,11 +43,11 @@ TURNS = 5
 """Times that every server answers at every batch size, in turns; at least two have to be usable."""
 EXPORTED = "exports/{}"
 """Folder for the export to an engine."""
-Seconds = dict[int, dict[int, float]]
+RoundSeconds = dict[int, dict[int, float]]
 """Seconds of a round by draft length (0: without a drafter) and batch size."""
 
 
-def measure_servers(settings: ForecastSettings, session: Session) -> CostModel:
+def measure_servers(settings: ForecastSettings, session: Session) -> Profile:
     """Return the profile of the servers, with `*` for the drafter's seconds at the lengths that they draft."""
     sections = [server_section(url=url, model=settings.model) for url in settings.servers]
     same = settings.model_dump(include={"target", "prompts", "temperatures", "max_new_tokens"})
@@ -68,7 +69,9 @@ def measure_servers(settings: ForecastSettings, session: Session) -> CostModel:
         length: {batch: fmean(turn[length][batch] for turn in usable) for batch in of}
         for length, of in usable[0].items()
     }
-    return _profile(means, settings).model_copy(update={"repeats": tuple(_profile(turn, settings) for turn in usable)})
+    turns = tuple(_costs(turn, settings) for turn in usable)
+    costs, alone = replace(_costs(means, settings), repeats=turns), tuple(replace(turn, chains={}) for turn in turns)
+    return {TARGET: replace(costs, chains={}, repeats=alone), ANY: costs}
 
 
 def _prompts(prompts: list[list[int]], context: int | None, limit: int | None) -> list[list[int]]:
@@ -85,7 +88,7 @@ def _prompts(prompts: list[list[int]], context: int | None, limit: int | None) -
 
 async def _turns(
     sections: list[ServerSection], prompts: list[list[int]], settings: ForecastSettings, done: Any
-) -> list[Seconds]:
+) -> list[RoundSeconds]:
     routes = [CounterRoutes(section.base_url) for section in sections]
     async with AsyncExitStack() as stack:
         opened = [await stack.enter_async_context(ServerClient(section)) for section in sections]
@@ -97,9 +100,9 @@ async def _turns(
             named = zip((section.base_url for section in sections), lengths, strict=True)
             shown = ", ".join(f"{url} drafts {length}" for url, length in named)
             raise ConfigError(f"servers: {shown}; expected one without a drafter and different draft lengths")
-        turns: list[Seconds] = []
+        turns: list[RoundSeconds] = []
         for _ in range(TURNS):
-            turn: Seconds = {length: {} for length in lengths}
+            turn: RoundSeconds = {length: {} for length in lengths}
             for batch in settings.batch_sizes:
                 for length, each in zip(lengths, asked, strict=True):
                     turn[length][batch] = await each.round_seconds(prompts, batch)
@@ -159,31 +162,27 @@ def _tokens(answer: Any) -> int:
     return count
 
 
-def _profile(seconds: Seconds, settings: ForecastSettings) -> CostModel:
-    """Return a profile: the target's round, and what a drafting server takes beyond it."""
+def _costs(seconds: RoundSeconds, settings: ForecastSettings) -> Costs:
+    """Return the costs: the target's round, and what a drafting server takes beyond it."""
     alone = seconds[0]
-    draft = {
+    chains = {
         batch: {length: max(0.0, of[batch] - alone[batch]) for length, of in sorted(seconds.items()) if length}
         for batch in alone
     }
     context = "" if settings.context is None else f", {settings.context} tokens of context"
-    return CostModel(
-        name=f"{settings.model} at {', '.join(settings.servers)}{context}",
-        alone=alone,
-        verify={batch: {1: value} for batch, value in alone.items()},
-        drafters={ANY: DrafterSeconds(draft=draft)},
-    )
+    name = f"{settings.model} at {', '.join(settings.servers)}{context}"
+    return Costs({batch: {1: value} for batch, value in alone.items()}, chains=chains, alone=alone, name=name)
 
 
-def served_settings(settings: ForecastSettings, profile: CostModel) -> ForecastSettings:
+def served_settings(settings: ForecastSettings, profile: Profile) -> ForecastSettings:
     """Return the settings of a forecast for these servers: chains up to the longest measured one, the engines' rule."""
     longest = max(_lengths(profile))
     served = {"max_draft_length": longest, "policies": (str(Chain(longest)),), "rule": settings.rule or "token"}
     return settings.model_copy(update=served)
 
 
-def _lengths(profile: CostModel) -> list[int]:
-    return sorted({length for of in profile.drafters[ANY].draft.values() for length in of})
+def _lengths(profile: Profile) -> list[int]:
+    return sorted({length for of in profile[ANY].chains.values() for length in of})
 
 
 class Load(NamedTuple):
@@ -194,7 +193,7 @@ class Load(NamedTuple):
     draft_length: int
 
 
-def served_forecast(predicted: Forecast, profile: CostModel) -> Forecast:
+def served_forecast(predicted: Forecast, profile: Profile) -> Forecast:
     """Return the forecast without draft lengths outside the measured ones, of which nothing is known."""
     low, high = _lengths(profile)[0], _lengths(profile)[-1]
     chains = {str(Chain(length)) for length in range(low, high + 1)}

@@ -19,7 +19,7 @@ from draftsmith.heads.checkpoint import describe_target, save_drafter
 def _few_timings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time passes, rounds and `generate` once, instead of several times for a median."""
     for module, counts in {
-        "decode.profiling": {"REPEATS": 1, "TURNS": 1, "ROUNDS": 2},
+        "decode.profiling": {"REPEATS": 1, "TURNS": 2},
         "eval.baseline": {"TRIALS": 1, "TOKENS": 8, "PAIRS": 1},
     }.items():
         for name, value in counts.items():

@@ -33,7 +33,7 @@ from draftsmith.distill.load_target import load_target
 from draftsmith.distill.losses import LOSSES, LossInputs, overlap
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import Batch, OnlineTeacher
-from draftsmith.eval.forecast.profile import CostModel
+from draftsmith.eval.forecast.profile import profile_from
 from draftsmith.heads import HEADS
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.heads.configs import DRAFTERS, VocabularyOption
@@ -183,7 +183,7 @@ def yaml_blocks() -> list[tuple[str, dict[str, Any]]]:
 def test_yaml_of_the_documentation_is_valid(page: str, values: dict[str, Any]) -> None:
     """Validate a block as a recipe, sections of a recipe, or a machine's seconds."""
     if "alone" in values:
-        CostModel.model_validate(values)
+        profile_from(values)
     else:
         parse_recipe({"name": "page", "output": "page", "drafter": {"type": "medusa"}, **values}, page)
 

@@ -10,7 +10,7 @@ from commands import run, write_prompts
 from conftest import make_llama
 
 from draftsmith.errors import ConfigError
-from draftsmith.eval.forecast.profile import CostModel
+from draftsmith.eval.forecast.profile import costs_of, read_profile
 
 PROFILE = {
     "name": "a machine on paper",
@@ -115,13 +115,14 @@ def test_a_profile_decides_what_is_best(
 
 
 def test_seconds_between_and_beyond_what_a_profile_knows(profile: Path) -> None:
-    hardware = CostModel.load(profile)
-    assert hardware.round_seconds("self", 3, 3, 1) == pytest.approx(1.0 + 0.3)
-    assert hardware.round_seconds("self", 4, 1, 8) == pytest.approx(9.0 + 0.1)
-    assert hardware.round_seconds("another", 2, 1, 1) == pytest.approx(1.0 + 0.5 + 0.25)
-    assert hardware.round_seconds("another", 2, 0, 1) == pytest.approx(1.0 + 0.25), "a copy costs no pass"
-    between = (hardware.round_seconds("self", 4, 1, 1) + hardware.round_seconds("self", 4, 1, 8)) / 2
-    assert hardware.round_seconds("self", 4, 1, 4.5) == pytest.approx(between)
+    known = read_profile(profile)
+    own, another = costs_of(known, "self"), costs_of(known, "another")
+    assert own.round_seconds(3, 3, 1) == pytest.approx(1.0 + 0.3)
+    assert own.round_seconds(4, 1, 8) == pytest.approx(9.0 + 0.1)
+    assert another.round_seconds(2, 1, 1) == pytest.approx(1.0 + 0.5 + 0.25)
+    assert another.round_seconds(2, 0, 1) == pytest.approx(1.0 + 0.25), "a copy costs no pass"
+    between = (own.round_seconds(4, 1, 1) + own.round_seconds(4, 1, 8)) / 2
+    assert own.round_seconds(4, 1, 4.5) == pytest.approx(between)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def test_a_profile_that_does_not_fit_is_refused(changes: dict[str, object] | str
     file = tmp_path / "profile.yaml"
     file.write_text(changes if isinstance(changes, str) else yaml.safe_dump({**PROFILE, **changes}))
     with pytest.raises(ConfigError) as refusal:
-        CostModel.load(file)
+        read_profile(file)
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
 

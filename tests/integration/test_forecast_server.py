@@ -13,7 +13,7 @@ from conftest import make_llama
 from engine_server import Engine
 
 from draftsmith.eval.forecast import served
-from draftsmith.eval.forecast.profile import CostModel, DrafterSeconds
+from draftsmith.eval.forecast.profile import profile_from, read_profile
 from draftsmith.eval.server.measure import CounterRoutes
 from draftsmith.heads import HEADS
 from draftsmith.heads.checkpoint import describe_target, save_drafter
@@ -94,7 +94,7 @@ def test_the_best_length_by_load_and_where_drafting_ends(folder: Path, capsys: p
     stored = json.loads((folder.parent / "one" / "forecast.json").read_text())
     assert {row["policy"] for row in stored["rows"]} == {"chain:draft_length=3"}, "only what was measured"
     assert stored["engine"] == written
-    read = CostModel.load(profile)
+    read = read_profile(profile)["*"]
     assert len(read.repeats) >= 2
     assert read.alone[1] >= ROUND
     assert "20 tokens of context" in read.name
@@ -109,12 +109,7 @@ def test_the_lines_of_a_head_name_its_export(
     described = describe_target(target, None, "tiny")
     head = HEADS["peagle"].from_target(target, layers=[1], num_tokens=3)
     save_drafter(head, folder.parent / "peagle", target=described, recipe=None, draft_length=3)
-    profile = CostModel(
-        name="servers",
-        alone={1: 1.0},
-        verify={1: {1: 1.0}},
-        drafters={"*": DrafterSeconds(draft={1: {3: 0.0}})},
-    )
+    profile = profile_from({"alone": {1: 1.0}, "verify": {1: {1: 1.0}}, "drafters": {"*": {"draft": {1: {3: 0.0}}}}})
     monkeypatch.setattr("draftsmith.eval.forecast.run.measure_servers", lambda *_: profile)
     monkeypatch.chdir(folder.parent)
     call = ["forecast", "--target", str(folder), "--drafter", "./peagle", "--prompts", "prompts.jsonl"]

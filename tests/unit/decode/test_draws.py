@@ -90,7 +90,7 @@ def test_chains_on_the_device_are_those_that_the_policy_grows(setting: str) -> N
     committed = CommittedTokens(prompts, torch.device("cpu"))
     draws = seeded_draws(range(len(texts)), [len(prompt) for prompt in prompts], torch.device("cpu"))
     drawn = None if processors.greedy else draws
-    batch = Proposer(drafter, processors, 3).chains(range(len(texts)), rooms, drawn, committed)
+    batch = Proposer(drafter, processors).chains(range(len(texts)), rooms, 3, drawn, committed)
     builders = [DraftBuilder(text, room, processors) for text, room in zip(texts, rooms, strict=True)]
     grown = propose(drafter, [Chain(3)] * len(texts), builders, [None] * len(texts), draws)
     for row, expected in enumerate(grown):

@@ -58,8 +58,8 @@ def test_costs_are_measured_once_for_models_of_the_same_shapes(
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
     monkeypatch.setattr(fastest, "_KNOWN", {})
     first = stored_costs(tiny_target, DraftModel(make_llama(1)))
-    assert set(first.verify) == {1, 2, 4, 8}
-    assert all(seconds > 0 for seconds in (*first.verify.values(), first.draft[1]))
+    assert set(first.verify[1]) == {1, 2, 4, 8}
+    assert all(seconds > 0 for seconds in (*first.verify[1].values(), first.draft[1][1]))
     (file,) = (tmp_path / "costs").iterdir()
     for known in (fastest._KNOWN, {}):  # later in this process, and in another one
         monkeypatch.setattr(fastest, "_KNOWN", known)
@@ -68,7 +68,7 @@ def test_costs_are_measured_once_for_models_of_the_same_shapes(
     file.write_text("{")
     assert stored_costs(tiny_target, DraftModel(make_llama(1))) == Costs.load(file), "measured again"
     heads = stored_costs(tiny_target, Medusa.from_target(tiny_target, num_heads=2))
-    assert set(heads.verify) == {1, 2, 3}
+    assert set(heads.verify[1]) == {1, 2, 3}
     batches = {texts: stored_costs(tiny_target, DraftModel(make_llama(1)), texts=texts) for texts in (3, 4, 5, 16, 400)}
     assert batches[3] == batches[4]
     assert batches[16] == batches[400] != batches[5]

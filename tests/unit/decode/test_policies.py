@@ -1,8 +1,10 @@
 """Policies: the tokens and shapes of their drafts, and their end where another token lowers speed."""
 
 import dataclasses
+import json
 import math
 from itertools import pairwise, product
+from pathlib import Path
 
 import pytest
 import torch
@@ -338,17 +340,47 @@ def test_a_draft_is_never_deeper_than_what_is_left(tiny_target: LlamaForCausalLM
 
 def test_costs_are_measured(tiny_target: LlamaForCausalLM) -> None:
     costs = measure_costs(tiny_target, DraftModel(make_llama(1)))
-    assert set(costs.verify) == set(costs.draft) == set(WIDTHS)
+    assert set(costs.verify[1]) == set(costs.draft[1]) == set(WIDTHS)
     values = [costs.verify_seconds(width) for width in range(1, 20)]
     assert values == sorted(values)
     assert values[0] > 0
-    assert measure_costs(tiny_target, DraftModel(make_llama(1)), verify={1: 5.0}).verify == {1: 5.0}
+    assert measure_costs(tiny_target, DraftModel(make_llama(1)), verify={1: {1: 5.0}}).verify == {1: {1: 5.0}}
 
 
 def test_costs_between_and_beyond_what_was_measured() -> None:
     costs = Costs({1: 1.0, 3: 2.0, 5: 6.0}, {1: 0.5})
     assert [costs.verify_seconds(width) for width in (1, 2, 3, 4, 5, 7)] == [1.0, 1.5, 2.0, 4.0, 6.0, 10.0]
     assert costs.draft_seconds(9) == 0.5
+
+
+def test_files_without_batch_sizes_are_read(tmp_path: Path) -> None:
+    """Version 0.3 wrote seconds of one text by width alone."""
+    old = {"verify": {"1": 1.0, "8": 1.7}, "draft": {"1": 0.1, "4": 0.4}, "round": 0.05, "first": 0.02}
+    (tmp_path / "old.json").write_text(json.dumps(old))
+    costs = Costs.load(tmp_path / "old.json")
+    assert costs == Costs({1: 1.0, 8: 1.7}, {1: 0.1, 4: 0.4}, 0.05, 0.02)
+    assert costs.round_seconds(7, 3) == pytest.approx(1.7 + 0.02 + 3 * 0.1 + 0.05)
+    costs.save(tmp_path / "new.json")
+    assert Costs.load(tmp_path / "new.json") == costs
+    (tmp_path / "old.json").write_text(json.dumps(old | {"verify": {"1": 0.0}}))
+    with pytest.raises(ConfigError, match=r"costs=.*old.json cannot be read"):
+        Costs.load(tmp_path / "old.json")
+
+
+def test_seconds_by_batch_size() -> None:
+    """Between batch sizes they are interpolated; timed chains count instead of their passes."""
+    costs = Costs(
+        {1: {1: 1.0, 5: 2.0}, 4: {1: 2.0, 5: 6.0}}, {1: 0.1}, chains={1: {1: 0.5, 3: 0.7}, 4: {1: 1.0, 3: 2.0}}
+    )
+    assert costs.verify_seconds(3, 4) == 4.0
+    assert costs.verify_seconds(3, 2.5) == (1.5 + 4.0) / 2
+    assert costs.round_seconds(2, 2, 4) == pytest.approx(4.0 + 1.5)
+    assert costs.share(4).verify_seconds(3) == 1.0
+    flat, rising = Costs({1: 1.0, 9: 1.1}, {1: 0.3}), {1: {1: 0.3, 2: 1.5, 9: 10.0}}
+    lengths = [Costs(flat.verify, flat.draft, chains=chains) for chains in ({}, rising)]
+    policies = [AdaptiveChain(costs, draft_length=4) for costs in lengths]
+    rate = (0.9).__pow__
+    assert [policy._pays(0.7, range(2, 5), rate) for policy in policies] == [True, False], "a second token costs 1.2"
 
 
 def test_a_pass_is_padded_where_a_wider_one_is_cheaper(tiny_target: LlamaForCausalLM) -> None:

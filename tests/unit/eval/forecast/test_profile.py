@@ -1,5 +1,7 @@
 """The forecast's interval of a speedup on synthetic texts and timings of known spread."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from conftest import make_llama
@@ -11,7 +13,7 @@ from draftsmith.eval.forecast import hardware
 from draftsmith.eval.forecast.expected_rounds import ExpectedRounds
 from draftsmith.eval.forecast.hardware import ALONE as TARGET_ALONE
 from draftsmith.eval.forecast.hardware import LENGTHS, profile_of
-from draftsmith.eval.forecast.profile import CostModel, DrafterSeconds, numbers, timing_errors
+from draftsmith.eval.forecast.profile import numbers, profile_from, profile_values, timing_errors
 from draftsmith.heads.draft_model import EarlyExit
 from draftsmith.heads.retrieval import Hybrid, SuffixRetrieval
 
@@ -28,16 +30,15 @@ def texts(rng: np.random.Generator) -> list[ExpectedRounds]:
     return [ExpectedRounds(60, float(n), {(3, 3): float(n)}, nothing, nothing) for n in rounds]
 
 
-def measured(rng: np.random.Generator) -> CostModel:
+def measured(rng: np.random.Generator) -> Costs:
     """Each part off by noise of its own in every turn; the whole is the mean of the turns."""
     noise = np.exp(rng.normal(0, NOISE, (TIMINGS, 3)))
     turns = [profile(*row) for row in noise * (ALONE, VERIFY, DRAFT)]
-    return profile(*(noise.mean(0) * (ALONE, VERIFY, DRAFT))).model_copy(update={"repeats": tuple(turns)})
+    return replace(profile(*(noise.mean(0) * (ALONE, VERIFY, DRAFT))), repeats=tuple(turns))
 
 
-def profile(alone: float, verify: float, draft: float) -> CostModel:
-    drafters = {"d": DrafterSeconds(draft={1: {3: draft}})}
-    return CostModel(alone={1: alone}, verify={1: {4: verify}}, drafters=drafters)
+def profile(alone: float, verify: float, draft: float) -> Costs:
+    return Costs({1: {4: verify}}, chains={1: {3: draft}}, alone={1: alone})
 
 
 def test_the_interval_holds_the_true_speedup() -> None:
@@ -51,7 +52,7 @@ def test_the_interval_holds_the_true_speedup() -> None:
     held = {"both": 0, "texts": 0}
     for trial in range(TRIALS):
         some, machine = texts(rng), measured(rng)
-        for name, profile_ in (("both", machine), ("texts", machine.model_copy(update={"repeats": ()}))):
+        for name, profile_ in (("both", machine), ("texts", replace(machine, repeats=()))):
             speed = numbers(some, "d", profile_, (1,), trial)["speed"][0]
             low, high = speed["speedup_interval"]
             assert low < speed["speedup"] < high
@@ -67,7 +68,7 @@ def test_timings_that_agree_leave_what_they_do_not_explain() -> None:
     assert np.isclose(np.log(timing_errors([1.5] * 4, 100_000, rng)).std(), 0.02, rtol=0.01)
     assert (timing_errors([1.5], 9, rng) == 1).all()
     one, exact = texts(rng)[:1], profile(ALONE, VERIFY, DRAFT)
-    repeated = exact.model_copy(update={"repeats": (exact,) * 4})
+    repeated = replace(exact, repeats=(exact,) * 4)
     alone, both = (numbers(one, "d", which, (1,), 0)["speed"][0] for which in (exact, repeated))
     assert alone["speedup_interval"] == [alone["speedup"]] * 2
     assert np.isclose(np.log(np.divide(*both["speedup_interval"][::-1])), 2 * 1.96 * 0.02, rtol=0.2)
@@ -95,7 +96,7 @@ def test_a_shared_processor_slows_short_and_long_passes_by_the_same_share() -> N
     """Taken away for 4 ms in every 4 ms of work: short passes are slow now and then, long ones always."""
     timed = {TARGET_ALONE: taken([1, 1, 1, 5, 1, 1, 1, 5]), **{("", n): [] for n in LENGTHS}}
     timed["", 8] = taken([8, 8], drafted=8)
-    found = profile_of({1: timed})
+    found = profile_of({1: timed})[""]
     assert found.alone[1] == 0.002, "1 ms alone; its median would say 1 ms"
     assert found.verify[1] == {1: 0.002, 9: 0.008}, "4 ms alone"
 
@@ -116,8 +117,9 @@ def test_a_hybrid_is_timed_as_its_drafter_and_copies_are_not(monkeypatch: pytest
     found = hardware.measure_hardware(target, drafters, ["text"], costs, draft_length=2, sampling=Sampling(0.0))
     assert costs.keys() == {"", "one", "hybrid"}
     assert timed & {*drafters.values()} == {network}
-    assert found.drafters["hybrid"] == found.drafters["one"]
-    assert all(repeat.drafters.keys() == {"one", "hybrid"} for repeat in found.repeats)
+    assert found["hybrid"] == found["one"]
+    assert found.keys() == {"", "one", "hybrid"}
+    assert all(len(each.repeats) == hardware.TURNS for each in found.values())
 
 
 def test_every_timed_draft_length_costs_its_own_mean() -> None:
@@ -127,9 +129,9 @@ def test_every_timed_draft_length_costs_its_own_mean() -> None:
     timed["free", 2] = taken([11], 2)
     found = profile_of({1: timed})
     for length in (1, 2, 3, 4):
-        assert np.isclose(found.round_seconds("d", length, length, 1), (10 + 6 * length) / 1000)
-    assert np.isclose(found.round_seconds("d", 5, 2, 1), (15 + 10) / 1000), "a tree of two levels: wider, not deeper"
-    assert found.round_seconds("free", 2, 2, 1) == 0.012, "drafting takes no time back"
+        assert np.isclose(found["d"].round_seconds(length, length, 1), (10 + 6 * length) / 1000)
+    assert np.isclose(found["d"].round_seconds(5, 2, 1), (15 + 10) / 1000), "a tree of two levels: wider, not deeper"
+    assert found["free"].round_seconds(2, 2, 1) == 0.012, "drafting takes no time back"
 
 
 def test_rounds_of_a_tree_cost_their_own_mean() -> None:
@@ -139,11 +141,13 @@ def test_rounds_of_a_tree_cost_their_own_mean() -> None:
     trees = [Round(nodes, 2, 0, 1, (), 0.0, 0.0, (10 + nodes + 6 + 5) / 1000) for nodes in (6, 8)]
     timed["d", "tree"] = trees
     found = profile_of({1: timed})
-    assert np.isclose(found.round_seconds("d", 8, 2, 1, "tree"), (18 + 6 + 5) / 1000)
-    assert np.isclose(found.round_seconds("d", 8, 2, 1), (18 + 6) / 1000)
-    assert np.isclose(found.round_seconds("d", 8, 0, 1, "tree"), 18 / 1000), "a copied draft is no tree"
+    assert np.isclose(found["d"].round_seconds(8, 2, 1, "tree"), (18 + 6 + 5) / 1000)
+    assert np.isclose(found["d"].round_seconds(8, 2, 1), (18 + 6) / 1000)
+    assert np.isclose(found["d"].round_seconds(8, 0, 1, "tree"), 18 / 1000), "a copied draft is no tree"
     text = ExpectedRounds(20, 10.0, {(8, 2): 10.0}, np.zeros(2), np.zeros(2))
-    speeds = {policy: numbers([text], "d", found, (1,), 0, policy)["speed"][0]["speedup"] for policy in ("", "tree")}
+    speeds = {
+        policy: numbers([text], "d", found["d"], (1,), 0, policy)["speed"][0]["speedup"] for policy in ("", "tree")
+    }
     assert np.isclose(speeds[""], 20 * 10 / (10 * 24))
     assert np.isclose(speeds["tree"], 20 * 10 / (10 * 29))
-    assert CostModel.model_validate(found.model_dump(mode="json")) == found
+    assert profile_from(profile_values(found)) == found

@@ -14,7 +14,6 @@ from draftsmith.decode.profiling import measure_costs
 from draftsmith.decode.sampling import Sampling
 from draftsmith.eval.forecast.forecast import forecast
 from draftsmith.eval.forecast.hardware import TimedVariant, _Fixed, end
-from draftsmith.eval.forecast.profile import CostModel, DrafterSeconds
 from draftsmith.eval.settings import ForecastSettings
 from draftsmith.eval.teacher_forced import TargetText
 from draftsmith.heads import HEADS, DraftModel
@@ -104,8 +103,9 @@ def test_rounds_after_prompts_that_were_read_before_are_the_same(
 def test_a_profile_without_the_seconds_of_a_tree_says_what_is_assumed(own: bool) -> None:
     target, tree = make_llama(num_hidden_layers=3, eos_token_id=None), str(BestFirst(3, 2))
     drafters = {"d": EarlyExit(target, layers=1)}
-    seconds = DrafterSeconds(draft={1: {1: 0.2}}, policies={tree: {1: 0.5}} if own else {})
-    profile = CostModel(alone={1: 1.0}, verify={1: {1: 1.3}}, drafters={"d": seconds})
+    policies = {tree: {1: 0.5}} if own else {}
+    costs = Costs({1: {1: 1.3}}, chains={1: {1: 0.2}}, alone={1: 1.0}, policies=policies)
+    profile = {"": costs, "d": costs}
     settings = ForecastSettings(
         target="t", drafters={"d": "d"}, prompts="p", policies=(tree,), temperatures=(0.0,), max_new_tokens=40
     )
