@@ -125,7 +125,9 @@ class DecodeLoop:
         """Leave the drafter's compiled passes to later texts, and free its caches; this loop is not used again."""
         for runner in self._runners:
             runner.close()
-        vars(self).clear()  # drafters keep it as their context until they start again
+        self._runners.clear()
+        # Drafters keep the loop as their context until they start again.
+        del self.texts, self.hidden, self._features, self._committed, self._proposer
 
     def prefill(self) -> list[tuple[DecodeSequence, list[int]]]:
         """Read the prompts and commit the first token of each; return every text with its new tokens."""

@@ -24,6 +24,7 @@ from draftsmith.decode.sequence import DecodeSequence, Round
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.model_config import context_limit, plain_model, require_in_memory
+from draftsmith.heads.retrieval import Hybrid
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 CONTEXT, REPEATS = 128, 7
@@ -73,6 +74,8 @@ def measure_costs(
     """
     target = plain_model(target)
     require_in_memory(target)
+    while isinstance(drafter, Hybrid):  # copies cost only the target's pass
+        drafter = drafter.drafter
     if not quick:
         verify = verify or {1: _curve(target, compile, text)}
     if drafter is None or drafter.only_retrieves:
@@ -83,13 +86,9 @@ def measure_costs(
         draft = _curve(cast(PreTrainedModel, model), compile, text)  # a draft model's
     reach = drafter.max_draft_length or LONG
     lengths = sorted({min(length, reach) for length in (PROBED if quick else (SHORT, LONG))})
-    of, typical = _rounds(target, drafter, lengths, texts, quick, Plan(compile=compile, invariant=invariant), text), min
-    if not quick:
-        typical = median
-    rounds = {
-        length: (typical(record.draft_seconds for record in own), typical(record.seconds for record in own))
-        for length, own in of.items()
-    }
+    typical, plan = min if quick else median, Plan(compile=compile, invariant=invariant)
+    of = _rounds(target, drafter, lengths, texts, quick, plan, text)
+    rounds = {n: (typical([r.draft_seconds for r in own]), typical([r.seconds for r in own])) for n, own in of.items()}
     if verify is None:
         verify = {texts: {n + 1: min(r.seconds - r.draft_seconds for r in own) for n, own in of.items()} or {1: 1.0}}
     return _fitted(verify, draft, texts, {length: seconds for length, seconds in rounds.items() if length})
@@ -162,8 +161,9 @@ def _rounds(
                     return timed
                 loop.draft_length = length
                 (_, _, record), *_ = loop.round()
-                if turn > 0 or not loop.texts:  # the first ones allocate and choose kernels
-                    timed.setdefault(record.drafted, []).append(record)
+                is_whole = record.drafted == length
+                if is_whole and (turn > 0 or not loop.texts):  # the first ones allocate and choose kernels
+                    timed.setdefault(length, []).append(record)
             if quick and turn + 1 >= LEAST_TURNS and all(map(_alike, timed.values())):
                 break
     return timed

@@ -64,16 +64,7 @@ class Draft:
     parents: tuple[int, ...] = ()
 
     _q = None
-
-    @staticmethod
-    def drawn_from(tokens: tuple[int, ...], parents: tuple[int, ...], q: "tuple[Tensor, ...]") -> "Draft":
-        """Return a draft of tokens that were drawn from q one after the other, all of which were kept.
-
-        For decode/drafts/drawing.py alone: rules that compare p with q are not lossless for other tokens.
-        """
-        draft = Draft(tokens, parents)
-        object.__setattr__(draft, "_q", q)  # no field: `replace` and `keep` return chosen drafts
-        return draft
+    """Of a `DrawnDraft`; no field, so that `replace` and `keep` return chosen drafts."""
 
     @property
     def drawn(self) -> bool:

@@ -38,8 +38,8 @@ class DraftBuilder:
         self.parents: list[int] = []
         self.depths: list[int] = []
         self.may_empty = processors.may_empty
-        self._sequence, self._processors = sequence, processors
-        self._shared = shared
+        self.sequence, self.processors = sequence, processors
+        self.shared = shared
         """(tokens that the drafter may draft, size of the target's vocabulary), where it may not draft all."""
         self.slots: dict[int, int] = {}
         """For each node that the drafter has read, its number in the order in which it was read, with padding."""
@@ -107,7 +107,7 @@ class DraftBuilder:
         assert self.depths[-1] <= self.room, "the policy drafted deeper than `room`"
         return len(self.tokens) - 1
 
-    def _path(self, node: int) -> list[int]:
+    def path(self, node: int) -> list[int]:
         """Return the tokens on the path to `node`."""
         path = []
         while node != ROOT:
@@ -135,14 +135,14 @@ def probabilities(
 
     def contexts() -> Contexts:
         before = committed or CommittedTokens(
-            [builder._sequence.padding + builder._sequence.tokens for builder in builders], logits_mV.device
+            [builder.sequence.padding + builder.sequence.tokens for builder in builders], logits_mV.device
         )
         rows = [row for row, own in nodes.items() for _ in own]
-        paths = [builders[row]._path(node) for row, own in nodes.items() for node in own]
-        return before.with_tokens(rows, paths, [builders[row]._sequence.number for row in rows])
+        paths = [builders[row].path(node) for row, own in nodes.items() for node in own]
+        return before.with_tokens(rows, paths, [builders[row].sequence.number for row in rows])
 
     first = builders[0]
-    scores_mV = first._processors.scores(fitted(logits_mV, first._shared), contexts)
+    scores_mV = first.processors.scores(fitted(logits_mV, first.shared), contexts)
     return scores_mV.softmax(-1).nan_to_num(0.0)
 
 

@@ -1,4 +1,4 @@
-"""Tokens that are drawn from q: this module alone makes such drafts.
+"""Trees of tokens that are drawn from q: this module and chains.py alone make such drafts.
 
 The tokens of such a draft were drawn one after the other, and all of them were kept. Verification rules that compare p
 with q require this ("non-anticipation"): they are not lossless for tokens that were selected after their values were
@@ -11,11 +11,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftsmith.decode.drafts.batch import DraftBatch
 from draftsmith.heads.draft_tree import NO_NODE, Draft
 from draftsmith.heads.rows import upload
 
-# Shapes: B texts, N draft tokens, D tokens of a chain, m nodes of all texts, V vocabulary.
+# Shapes: B texts, m nodes of all texts, V vocabulary.
+
+
+class DrawnDraft(Draft):
+    """A draft of tokens that were drawn from q one after the other, all of which were kept; `Drawing` makes it."""
+
+    def __init__(self, tokens: tuple[int, ...], parents: tuple[int, ...], q: tuple[Tensor, ...] | None = None) -> None:
+        super().__init__(tokens, parents)
+        self._q = q
 
 
 class Drawing:
@@ -36,7 +43,7 @@ class Drawing:
     def draft(self) -> Draft:
         """Return the draft of all tokens that were drawn."""
         tokens, parents, q = zip(*self._nodes, strict=True) if self._nodes else ((), (), ())
-        return Draft.drawn_from(tokens, parents, q)
+        return DrawnDraft(tokens, parents, q)
 
 
 Draw = Callable[[Tensor, int | Tensor, Tensor | None], Tensor]
@@ -111,50 +118,3 @@ def _by_parent(
         return [(slice(row, row + 1), first, count) for (row,), (first,), (count,) in columns]
     packed = upload([numbers for column in columns for numbers in column], device)
     return [(rows_B, firsts_B, wanted_B) for rows_B, firsts_B, wanted_B in packed.unflatten(0, (-1, 3))]
-
-
-class ChainDrawing:
-    """Builds chains for B texts on the device: all tokens are chosen, or all are drawn and kept.
-
-    `draw`: None where tokens are chosen.
-    """
-
-    def __init__(self, draw: Draw | None) -> None:
-        self._draw = draw
-        self.tokens: list[Tensor] = []
-        """The tokens [B] of each node."""
-        self.valid: list[Tensor | None] = []
-        """The texts that have the node; None: all."""
-        self._q: list[Tensor] = []
-
-    def choose(self, token_B: Tensor, valid_B: Tensor | None) -> None:
-        """Add the next tokens."""
-        assert self._draw is None, "chosen tokens cannot be added to a drawn draft"
-        self.tokens.append(token_B)
-        self.valid.append(valid_B)
-
-    def draw(self, q_BV: Tensor, valid_B: Tensor | None) -> None:
-        """Draw the next tokens for the rows that are valid."""
-        assert self._draw is not None, "drawn tokens cannot be added to a chosen draft"
-        self.tokens.append(self._draw(q_BV, len(self.tokens), valid_B))
-        self.valid.append(valid_B)
-        self._q.append(q_BV)
-
-    def batch(self) -> DraftBatch:
-        """Return the drafts of all tokens."""
-        tokens_BN = torch.stack(self.tokens, 1)
-        q_BNV = None if self._draw is None else torch.stack(self._q, 1)
-        return DraftBatch(tokens_BN, _stacked(self.valid, tokens_BN), q_BNV=q_BNV)
-
-
-def drawn_at_once(q_BDV: Tensor, draw: Callable[[Tensor], Tensor]) -> DraftBatch:
-    """Return chains whose tokens [B, D] `draw` draws, each from its q, where no q depends on them."""
-    return DraftBatch(draw(q_BDV), q_BNV=q_BDV)
-
-
-def _stacked(valid: Sequence[Tensor | None], tokens_BN: Tensor) -> Tensor | None:
-    """Return the validity [B] of every node (None: of all rows) as one tensor; None where all are valid."""
-    if all(valid_B is None for valid_B in valid):
-        return None
-    all_B = torch.ones_like(tokens_BN[:, 0], dtype=torch.bool)
-    return torch.stack([all_B if valid_B is None else valid_B for valid_B in valid], 1)

@@ -13,12 +13,13 @@ from torch import Tensor
 from draftsmith.decode.cache.committed import CommittedTokens
 from draftsmith.decode.drafts.batch import NO_DRAFT
 from draftsmith.decode.drafts.builder import DraftBuilder, probabilities
+from draftsmith.decode.drafts.chains import chains
 from draftsmith.decode.drafts.drawing import Wanted, draw_together
 from draftsmith.decode.draws import Draws
 from draftsmith.decode.policies.base import Growing, Policy
 from draftsmith.decode.policies.requests import Look, Request
 from draftsmith.heads.base import Drafter, Level
-from draftsmith.heads.draft_tree import ROOT, Draft
+from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft
 from draftsmith.heads.rows import upload
 
 # Shapes: B texts, n nodes of one text, m nodes of all texts, V vocabulary of the target.
@@ -42,6 +43,7 @@ def propose(
     drafts = [draft or NO_DRAFT for draft in retrieved]
     growing: dict[int, Growing] = {}
     wanted: dict[int, Request] = {}
+    lengths: dict[int, int] = {}
 
     def advance(row: int, look: Look | None) -> None:
         """Send the policy of one text what it asked for (None starts it); store its next request, or its draft."""
@@ -55,8 +57,15 @@ def propose(
     for row, (builder, policy) in enumerate(zip(builders, policies, strict=True)):
         if retrieved[row] is None and builder.room >= 1:
             assert policy is not None, "a drafter that computes logits has a policy"
+            if policy.fixed_length is not None:
+                lengths[row] = policy.fixed_length
+                continue
             growing[row] = policy.grow(builder)
             advance(row, None)
+    if lengths:
+        assert not growing, "all texts have one policy"
+        own = _chains(drafter, builders, lengths, draws, committed)
+        return [own.get(row, draft) for row, draft in enumerate(drafts)]
     if not growing:
         return drafts
     assert all(read.nodes == [ROOT] for read in wanted.values()), "the first request of a policy is the root"
@@ -77,6 +86,32 @@ def propose(
         if not growing:
             return drafts
         logits_BnV = drafter.extend(levels.next({row: read.nodes for row, read in wanted.items()}))
+
+
+def _chains(
+    drafter: Drafter,
+    builders: Sequence[DraftBuilder],
+    lengths: Mapping[int, int],
+    draws: Draws | None,
+    committed: CommittedTokens | None,
+) -> dict[int, Draft]:
+    """Return chains for the texts in `lengths`, beside others whose drafts were retrieved, from one transfer."""
+    first, texts = builders[0], [builder.sequence for builder in builders]
+    rooms = [builder.room if row in lengths else 0 for row, builder in enumerate(builders)]
+    draws, length = None if first.greedy else draws, max(lengths.values())
+    batch = chains(drafter, first.processors, first.shared, texts, rooms, length, draws, committed)
+    (packed_BN,) = batch.packed()
+    for row, tokens in enumerate(packed_BN.tolist()):
+        builder, (_, q) = builders[row], batch.row(row)
+        for node, token in enumerate(tokens if row in lengths else ()):
+            if token == NO_NODE:
+                break
+            if q is not None:
+                builder.drawing().add(token, node - 1, q[node])
+            builder.add(node - 1, token)
+            if node + 1 < len(tokens):
+                builder.slots[node] = node
+    return {row: builders[row].draft() for row in lengths}
 
 
 def _after(reads: dict[int, Request], logits_BnV: Tensor) -> Tensor:

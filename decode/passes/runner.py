@@ -214,7 +214,8 @@ class ModelRunner:
     def close(self) -> None:
         """Leave compiled passes to later texts, and free the cache and the hooks; this runner is not used again."""
         self.passes.close()
-        vars(self).clear()  # drafters keep their runner until they start again
+        # Drafters keep their runner until they start again.
+        del self.passes, self.states, self.features_BQF, self._depths, self._visible
 
     def drop(self, rows: list[int]) -> None:
         """Keep only these rows, in this order."""

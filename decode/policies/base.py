@@ -100,7 +100,7 @@ class Policy:
         return self
 
     def grow(self, builder: "DraftBuilder") -> Growing:
-        """Build the draft of one text, at most `builder.room` >= 1 levels deep."""
+        """Build the draft of one text, at most `builder.room` >= 1 levels deep. Not called with a `fixed_length`."""
         raise NotImplementedError
 
     def retrieved(self, draft: Draft, *, greedy: bool) -> Draft:
@@ -128,17 +128,6 @@ def exploring(policy: Policy, explores: bool) -> Policy:
     return replace(policy, explores=explores)
 
 
-def grow_chain(builder: "DraftBuilder", length: int) -> Growing:
-    """Build a chain of at most `length` tokens, whatever q is, for a text beside others with other drafts.
-
-    `Proposer.chains` builds the chains of whole batches on the device.
-    """
-    node: int | None = ROOT
-    while node is not None and builder.depth(node) < min(length, builder.room):
-        node = yield from builder.follow((yield Request([node], top=int(builder.greedy))))
-    return builder.draft()
-
-
 @dataclass(frozen=True)
 class Chain(Policy):
     """A chain of `draft_length` (gamma) tokens."""
@@ -160,9 +149,6 @@ class Chain(Policy):
 
     def layout(self, *, greedy: bool) -> ForecastLayout:
         return ForecastLayout(chain=self.draft_length)
-
-    def grow(self, builder: "DraftBuilder") -> Growing:
-        return grow_chain(builder, self.draft_length)
 
 
 @dataclass(frozen=True)
