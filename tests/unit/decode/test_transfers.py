@@ -16,7 +16,7 @@ from draftsmith.decode.costs import Costs
 from draftsmith.decode.policies import policy_named
 from draftsmith.heads import HEADS, DraftModel
 from draftsmith.heads.base import Drafter
-from draftsmith.heads.retrieval import SuffixRetrieval
+from draftsmith.heads.retrieval import Hybrid, SuffixRetrieval
 from draftsmith.heads.rows import constant
 
 IDS = torch.tensor([[5, 9, 33, 2]])
@@ -119,6 +119,9 @@ def drafter_for(name: str | None, target: LlamaForCausalLM) -> Drafter | None:
         return None
     if name == "retrieval":
         return SuffixRetrieval(draft_length=6, min_match=1, factor=6.0)
+    if name == "hybrid":
+        drafter = drafter_for("draft_model", target)
+        return Hybrid(drafter, min_match=1)
     if name == "draft_model":
         drafter = DraftModel(make_llama())  # the target with noise: some of its tokens are accepted
     else:
@@ -137,7 +140,8 @@ def reads_per_round(
     made = drafter_for(drafter, target)
     chosen = None if policy is None else policy_named(policy, COSTS)
     decoder = SpeculativeDecoder(target, made, policy=chosen, rule=rule)
-    own = [getattr(made, name, None) for name in ("model", "body", "prefix")]
+    network = made.drafter if isinstance(made, Hybrid) else made
+    own = [getattr(network, name, None) for name in ("model", "body", "prefix")]
     models = [target, *(model for model in own if model is not None)]
     prompts = [[5 + row, 9, 33, *[2] * (row % 3)] for row in range(batch)]
     prefilled = uploaded = passes = 0
@@ -201,6 +205,12 @@ def test_reads_of_a_round(name: str, batch: int) -> None:
     drafter, policy, rule, settings = CASES[name]
     rounds, _, reads = reads_per_round(drafter, policy, batch, rule, **settings)
     assert len(reads) == rounds, f"{len(reads) / rounds:.1f} reads a round:\n{reads}"
+
+
+def test_chains_beside_retrieved_drafts_are_read_once() -> None:
+    """Their tokens are verified beside others that the host knows: one read more, not one a token."""
+    rounds, _, reads = reads_per_round("hybrid", CHAIN, 8, None)
+    assert rounds < len(reads) <= 2 * rounds, f"{len(reads) / rounds:.1f} reads a round:\n{reads}"
 
 
 MOST_UPLOADS = 2
