@@ -17,7 +17,7 @@ from draftsmith.reading import dump_yaml, parse_json, parse_yaml, read_json, rea
 from draftsmith.storage import LOCK, clear_leftovers, hold_folder, is_leftover, write_json, write_text
 from draftsmith.train.learning_rates import decay_steps, warmup_steps
 from draftsmith.train.recipe import Recipe, parse_stored
-from draftsmith.train.training_state import read_state
+from draftsmith.train.training_state import newest_first, read_state
 
 RECIPE, METRICS, FINISHED, DRAFTER, TARGET, CHECKPOINTS, FAILED = (
     "recipe.yaml",
@@ -129,6 +129,9 @@ def _require_same(
     difference = _first_difference(before, comparable(recipe))
     if difference is not None:
         key, there, here = difference
+        newest = newest_first(Path(recipe.output) / CHECKPOINTS)
+        if subject.startswith("output=") and key.removeprefix("train.") in MAY_CHANGE and newest:
+            expected += f" with continue_from={newest[0]}"
         raise ConfigError(f"{subject} another run: {key}={there!r} there, {here!r} here; expected {expected}")
 
 

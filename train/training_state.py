@@ -67,7 +67,7 @@ def save_state(folder: Path, progress: Progress, recipe: dict[str, Any], state: 
         values = {**asdict(progress), "recipe": recipe}
         hashes = {file.name: _sha256(file) for file in sorted(temporary.iterdir())}
         write_json(temporary / STATE, {**values, HASHES: {**hashes, STATE: fingerprint(values)}})
-    for old in _newest_first(folder):
+    for old in newest_first(folder):
         if _step(old) > progress.step:  # damaged: the run was resumed from an earlier one
             shutil.rmtree(old)
     prune(folder, progress.step, keep)
@@ -75,7 +75,7 @@ def save_state(folder: Path, progress: Progress, recipe: dict[str, Any], state: 
 
 def prune(folder: Path, step: int, keep: int) -> None:
     """Delete all but the `keep` newest of the checkpoints up to `step`, whose own checkpoint is intact."""
-    for old in [old for old in _newest_first(folder) if _step(old) <= step][keep:]:
+    for old in [old for old in newest_first(folder) if _step(old) <= step][keep:]:
         shutil.rmtree(old)
 
 
@@ -100,7 +100,7 @@ def load_state(folder: Path, put: Callable[[TrainState], None]) -> tuple[Progres
     Returns its progress (None when there is none) and a line for each damaged checkpoint that was skipped.
     """
     problems = []
-    for candidate in _newest_first(folder):
+    for candidate in newest_first(folder):
         try:
             progress = _put(candidate, put)
         except UNREADABLE as error:
@@ -161,7 +161,8 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def _newest_first(folder: Path) -> list[Path]:
+def newest_first(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, that of the last step first."""
     checkpoints = [entry for entry in folder.glob("step-*") if entry.name.removeprefix("step-").isdigit()]
     return sorted(checkpoints, key=_step, reverse=True)
 

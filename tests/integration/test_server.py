@@ -177,6 +177,7 @@ def test_options_that_do_not_fit(folder: Path, tmp_path: Path, capsys: pytest.Ca
         (["--model", "m"], "--model without --server"),
         (["--top-p", "0.5"], "--top-p without --server"),
         (["--attn-implementation", "flex"], "--attn-implementation='flex'; expected sdpa, eager, flash_attention_2"),
+        (["--chat-template", "nosuch"], "--chat-template=nosuch; expected a file"),
         (["--server", "http://h"], "--model is missing"),
         (["--server", "http://h", "--model", "m", "--drafter", "suffix"], "--drafter suffix with --server"),
         (["--server", "http://h", "--model", "m", "--extra-body", "{"], "is not JSON"),

@@ -160,7 +160,11 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     restart_metrics(tmp_path / "run", None)
     check_output(recipe)
     other = parse_recipe({**BASE, "name": "12e4", "output": str(tmp_path / "run"), "train": {"steps": 7}}, "here")
-    with pytest.raises(ConfigError, match=r"holds another run: train\.steps=200 there, 7 here"):
+    with pytest.raises(ConfigError, match=r"run: train\.steps=200 there, 7 here; expected another output folder$"):
+        check_output(other)
+    for step in ("000004", "000012"):
+        (tmp_path / "run" / "checkpoints" / f"step-{step}").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"folder with continue_from=.*/run/checkpoints/step-000012$"):
         check_output(other)
     stored = tmp_path / "run" / "recipe.yaml"
     stored.write_text(stored.read_text().replace("  response: target\n", ""))
