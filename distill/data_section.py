@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from draftsmith.config import Count, Number, Section, Whole, section_of
+from draftsmith.config import Count, Number, Section, TemplateVariables, Whole, section_of
 from draftsmith.errors import ConfigError
 
 SELF = "self"
@@ -97,7 +97,7 @@ class DataSection(Section):
     chat_template: str | None = None
     """A file with a chat template that replaces the tokenizer's, 'vicuna', or 'plain', which joins the texts of the
     messages by line breaks; needed for messages where the tokenizer has none."""
-    template_options: dict[str, Any] = Field(default_factory=dict)
+    template_options: TemplateVariables = Field(default_factory=dict)
     """Variables for the chat template, such as enable_thinking."""
     images: str | None = None
     """Folder of the images that messages name; needed for rows with images. A change inside it reads the rows again."""

@@ -48,6 +48,28 @@ HOTTEST, COLDEST = 1e30, 1e-30
 """The largest temperature, and the smallest one: logits divided by less may leave float32."""
 TEMPERATURES = f">= 0 (0 is greedy, others from {COLDEST:g} on) and at most {HOTTEST:g}"
 
+TEMPLATE_ARGUMENTS = frozenset(
+    [
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "processor_kwargs",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    ]
+)
+"""Arguments of transformers' `apply_chat_template`, which variables of a template would replace."""
+
 
 def _temperature(value: float) -> float:
     if value != 0 and not COLDEST <= value <= HOTTEST:
@@ -61,7 +83,14 @@ def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return values
 
 
+def _template_variables(value: dict[str, Any]) -> dict[str, Any]:
+    if taken := sorted(value.keys() & TEMPLATE_ARGUMENTS):
+        raise ValueError(f"variables of the template, without arguments of apply_chat_template ({', '.join(taken)})")
+    return value
+
+
 Temperature = Annotated[Number, AfterValidator(_temperature)]
+TemplateVariables = Annotated[dict[str, Any], AfterValidator(_template_variables)]
 Probability = Annotated[Number, Field(gt=0, le=1)]
 Distinct = AfterValidator(_distinct)
 """For tuples: refuses a value that is given twice."""

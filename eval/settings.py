@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from draftsmith.config import Count, Distinct, Probability, Section, Seed, Temperature, user_name
+from draftsmith.config import Count, Distinct, Probability, Section, Seed, Temperature, TemplateVariables, user_name
 from draftsmith.decode.policies import POLICIES, check_policy
 from draftsmith.decode.rules import RULES
 from draftsmith.distill.data_section import ServerSection, base_url, is_address, require_address, server_section
@@ -152,8 +152,8 @@ class PairSettings(Section):
     """Seed of sampling."""
     chat_template: Annotated[str | None, Option(check=check_template_name)] = None
     """A file, 'vicuna', or 'plain' (texts joined by line breaks); default: the tokenizer's template."""
-    template_options: Annotated[dict[str, Any], Option("--template-option", kind=list[str], parse=assignments)] = Field(
-        default_factory=dict
+    template_options: Annotated[TemplateVariables, Option("--template-option", kind=list[str], parse=assignments)] = (
+        Field(default_factory=dict)
     )
     """Variable key=value of the chat template; repeatable."""
     dtype: Dtype = "float32"

@@ -85,6 +85,7 @@ MISTAKES: dict[str, list[str]] = {
     "--attn-implementation='fast'; expected sdpa": ["eval", *SUFFIX, "--attn-implementation", "fast"],
     "--chat-template=nosuch; expected a file": ["eval", *SUFFIX, "--chat-template", "nosuch"],
     "--template-option x; expected key=value": ["eval", *SUFFIX, "--template-option", "x"],
+    "without arguments of apply_chat_template (tokenize)": ["eval", *SUFFIX, "--template-option", "tokenize=true"],
     "--images=nosuch; expected a folder": ["eval", *SUFFIX, "--images", "nosuch"],
     f"--seed={SEED}; expected <= 4294967295": ["check", *SUFFIX, "--seed", SEED],
     f"--seed={SEED}; expected <=": [*REGENERATE, "--seed", SEED],
