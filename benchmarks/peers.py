@@ -90,7 +90,7 @@ def peers_python() -> str:
     return str(python)
 
 
-def make_run(options: argparse.Namespace, teacher: str, folder: Path, *more: str) -> loop.Run:
+def make_run(options: argparse.Namespace, teacher: str, folder: Path, *more: str) -> loop.TrainingRun:
     overrides = [f"output={folder / 'run'}", f"target.model={options.target}", f"data.count={options.count}"]
     overrides += [f"teacher.kind={teacher}", "teacher.dtype=float32", "data.temperature=1", "evaluation.count=1"]
     overrides += ["train.optimizer=adamw", f"train.learning_rate={options.rate}", "train.schedule=constant"]
@@ -98,7 +98,7 @@ def make_run(options: argparse.Namespace, teacher: str, folder: Path, *more: str
     overrides += [f"train.batch_size={options.texts}", f"drafter.train_steps={TTT_STEPS}", *options.set, *more]
     recipe: Recipe = load_recipe("eagle3/embedded", overrides)
     claim_output(recipe)
-    return loop.Run(recipe, make_accelerator(recipe, folder / "run"), folder / "run")
+    return loop.TrainingRun(recipe, make_accelerator(recipe, folder / "run"), folder / "run")
 
 
 # The peer.
@@ -123,7 +123,7 @@ class PeerFiles:
     folder: Path
 
     @classmethod
-    def write(cls, run: loop.Run, options: argparse.Namespace, teacher: str, folder: Path) -> Self:
+    def write(cls, run: loop.TrainingRun, options: argparse.Namespace, teacher: str, folder: Path) -> Self:
         """Write the rows of a run."""
         files, rows = cls(folder), run.data.rows.select(range(run.data.trained))
         Dataset.from_list([_peer_row(row) for row in rows]).with_format("torch").save_to_disk(folder / "texts")

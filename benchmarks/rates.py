@@ -235,7 +235,7 @@ def run(wanted: dict[str, Any]) -> dict[str, Any]:
     try:
         accelerator = make_accelerator(recipe, output)
         claim_output(recipe)
-        trained = loop.Run(recipe, accelerator, output)
+        trained = loop.TrainingRun(recipe, accelerator, output)
         trained.train()
         trained.record.close()
         trained.drafter.eval()

@@ -157,9 +157,9 @@ def now() -> float:
     return time.perf_counter()
 
 
-def make_run(recipe: Recipe) -> loop.Run:
+def make_run(recipe: Recipe) -> loop.TrainingRun:
     claim_output(recipe)
-    return loop.Run(recipe, make_accelerator(recipe, Path(recipe.output)), Path(recipe.output))
+    return loop.TrainingRun(recipe, make_accelerator(recipe, Path(recipe.output)), Path(recipe.output))
 
 
 def measure_speed(kind: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:

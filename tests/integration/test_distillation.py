@@ -80,7 +80,7 @@ def test_what_does_not_go_together_is_refused(overrides: list[str], said: str, r
 
 def test_no_response_of_a_held_out_prompt_is_trained_on(recipe_file: Path) -> None:
     recipe = load_recipe(str(recipe_file), ["data.responses=3"])
-    data = loop.Run(recipe, Accelerator(cpu=True), Path(recipe.output)).data
+    data = loop.TrainingRun(recipe, Accelerator(cpu=True), Path(recipe.output)).data
     trained = {tuple(ids[: spans[0][0]]) for ids, spans in zip(data.rows["input_ids"], data.rows["spans"], strict=True)}
     assert len(data.rows) == 3 * len(trained)
     assert data.heldout

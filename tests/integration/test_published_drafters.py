@@ -60,7 +60,7 @@ def losses(output: Path) -> list[float]:
 def trained(recipe_file: Path, output: Path, *overrides: str) -> tuple[TrainableDrafter, list[float]]:
     """Return the drafter after 30 steps, whatever its tau, and the losses of all steps."""
     recipe = load_recipe(str(recipe_file), [*QUICK, "train.steps=30", f"output={output}", *overrides])
-    first = loop.Run(recipe, Accelerator(cpu=True), output)
+    first = loop.TrainingRun(recipe, Accelerator(cpu=True), output)
     first.train()
     first.record.close()
     drafter = first.drafter.eval()

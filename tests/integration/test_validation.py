@@ -49,7 +49,7 @@ def test_the_loss_is_the_mean_objective_over_samples_that_are_not_trained_on(
     assert "A training step took" in said
 
     recipe = load_recipe(str(recipe_file), [*VALIDATED, f"output={tmp_path / 'new'}"])  # which resumes nothing
-    run = trainer.Run(recipe, make_accelerator(recipe, tmp_path), tmp_path / "new")
+    run = trainer.TrainingRun(recipe, make_accelerator(recipe, tmp_path), tmp_path / "new")
     prompts = [json.loads(line)["prompt"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     held = [run.target.tokenizer.decode(run.data.rows[i]["input_ids"]) for i in range(run.data.trained, 36)]
     for text, prompt in zip(held, prompts[31:36], strict=True):
@@ -91,7 +91,7 @@ def test_responses_and_packed_rows_share_no_prompt_with_training(pack: str, reci
     overrides = ["drafter.type=medusa", "data.validation=5", "data.responses=2", f"data.pack={pack}"]
     recipe = load_recipe(str(recipe_file), [*overrides, "data.prompt_tokens=88", "train.steps=2"])
     trainer.train(recipe)
-    run = trainer.Run(recipe, make_accelerator(recipe, tmp_path), tmp_path / "run")
+    run = trainer.TrainingRun(recipe, make_accelerator(recipe, tmp_path), tmp_path / "run")
     assert 0 < run.data.validation < run.data.trained
     openings: list[set[tuple[int, ...]]] = []
     for part in (range(run.data.trained), range(run.data.trained, len(run.data.rows))):
