@@ -19,11 +19,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils.hub import cached_file
 
 from draftsmith.errors import ConfigError, reason_of
+from draftsmith.heads.formats.gguf_tokenizers import adds_bos, complete
 from draftsmith.heads.untrusted import without_warnings
 from draftsmith.names import GGUF, check_target_name, is_hub_gguf
 from draftsmith.storage import atomic_folder, cache_dir, hold_cache
 
-FORMAT = 1
+FORMAT = 2
 """Part of the key: increased when another version of this module would write other folders."""
 
 
@@ -119,13 +120,24 @@ def _converted(file: Path, part: str, write: Callable[[Path], None]) -> Path:
     return folder
 
 
+def _scalars(file: Path) -> dict[str, Any]:
+    """Return the metadata of a GGUF file that are no lists."""
+    from gguf import GGUFReader, GGUFValueType
+
+    fields = GGUFReader(file).fields
+    return {name: field.contents() for name, field in fields.items() if field.types[:1] != [GGUFValueType.ARRAY]}
+
+
 def _save_tokenizer(file: Path, folder: Path, vocab_size: int) -> None:
     """Save the file's tokenizer without the tokens that transformers adds to some, which the model does not have."""
+    metadata = _scalars(file)
     options: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
+    options |= {"add_bos_token": True} if adds_bos(metadata) else {}
     AutoTokenizer.from_pretrained(file.parent, **options).save_pretrained(folder)
     stored = folder / "tokenizer.json"
     rules = json.loads(stored.read_text(encoding="utf-8"))
     rules["added_tokens"] = [token for token in rules["added_tokens"] if token["id"] < vocab_size]
+    complete(rules, metadata)
     stored.write_text(json.dumps(rules, ensure_ascii=False), encoding="utf-8")
 
 

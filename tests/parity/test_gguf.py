@@ -25,7 +25,7 @@ from transformers import (
 from draftsmith import ConfigError
 from draftsmith.cli import main
 from draftsmith.heads.base import TrainableDrafter
-from draftsmith.heads.formats.llama_cpp import LETTERS, REST, tokenizer_metadata
+from draftsmith.heads.formats.gguf_tokenizers import LETTERS, REST, tokenizer_metadata
 from draftsmith.hub.export import Exported, export_drafter
 
 gguf = pytest.importorskip("gguf")

@@ -17,14 +17,19 @@ from parity.llama_cpp_engine import Engine
 from parity.test_exports import made
 from parity.test_gguf import BYTES, SIZES, VOCAB, byte_tokenizer, draft_model, read, sequence, split, written
 from parity.test_gguf import target as target
+from parity.test_gguf_tokenizers import write_tokenizer
 from piece_tokenizer import make_piece_tokenizer
 from recording import decoded_confidences, decoded_logits
-from tokenizers import pre_tokenizers
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from draftsmith.distill.load_target import load_tokenizer
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.draft_model import DraftModel
+from draftsmith.heads.formats.gguf_tokenizers import SPLITTINGS
 from draftsmith.hub.export import export_drafter
 
 TEXTS = (
@@ -91,6 +96,37 @@ def test_the_same_tokens(name: str, tmp_path: Path, target: LlamaForCausalLM) ->
     engine = loaded(file)
     for text in TEXTS:
         assert engine.tokenize(text.encode(), add_bos=False, special=False) == TOKENIZERS[name](text)["input_ids"], text
+
+
+PAGE = """def f(x): return x**2 + 3.14159  # it's 1234567, don't, WE'LL  go
+\n\t tab\r\nCamelCaseWord snake_case HTTPServer
+价格是123元，你好世界。日本語テキスト 한국어 텍스트 😀👩\u200d👩\u200d👧 naïve café Ünïcödé 'tis they'Re ½ ² x²+y²
+مرحبا ไทย
+   trailing   """
+MARKS = " a\u0301 हिन्दी"
+
+
+def whole_page() -> dict[str, list[str]]:
+    """Return a byte-level vocabulary whose merges cross every border at which the page may be split."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = BpeTrainer(vocab_size=900, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([PAGE, MARKS, *PAGE.split(" "), *PAGE.splitlines()] * 2, trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    return {"tokens": list(model["vocab"]), "merges": [" ".join(pair) for pair in model["merges"]]}
+
+
+def test_every_splitting_that_is_read(tmp_path: Path) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    keys = whole_page()
+    for name, splitting in SPLITTINGS.items():
+        file = write_tokenizer(tmp_path / f"{name}.gguf", "gpt2", name, **keys)
+        engine = llama_cpp.Llama(str(file), vocab_only=True, verbose=False)
+        # Where words are split before capitals, llama.cpp takes no mark for a part of a word, as the models' own do.
+        page = PAGE + MARKS * (r"\p{Lu}\p{Lt}\p{Lm}" not in "".join(splitting.steps))
+        found = load_tokenizer(str(file))[0](page)["input_ids"]
+        assert found == engine.tokenize(page.encode(), add_bos=True, special=True), name
 
 
 HEADS: dict[str, tuple[str, dict[str, Any]]] = {
