@@ -108,7 +108,7 @@ def test_texts_are_those_of_the_cpu(target: LlamaForCausalLM, device: torch.devi
 def test_a_policy_that_plans_with_measured_costs(target: LlamaForCausalLM) -> None:
     drafter = make_drafter("draft_model", target)
     costs = measure_costs(target, drafter)
-    assert all(seconds > 0 for seconds in [*costs.verify.values(), *costs.draft.values()])
+    assert all(seconds > 0 for seconds in [*costs.verify[1].values(), *costs.draft[1].values()])
     decoder = SpeculativeDecoder(target, drafter, policy="adaptive:draft_length=4", costs=costs)
     decoder.calibrate(PROMPTS, max_new_tokens=NEW_TOKENS, eos_token_id=None)
     for prompt in PROMPTS:
