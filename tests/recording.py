@@ -50,7 +50,7 @@ class Planned(Policy):
         return copy(self)  # with the same list, so that what all texts were shown is together
 
     def grow(self, builder: DraftBuilder) -> Growing:
-        text = builder._sequence
+        text = builder.sequence
         committed, right = list(text.tokens), self.plans[text.number][self._rounds]
         self._rounds += 1
         nodes, paths = [ROOT], [[]]

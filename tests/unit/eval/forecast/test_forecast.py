@@ -87,7 +87,7 @@ class OnTheText(Policy):
         return self
 
     def grow(self, builder: DraftBuilder) -> Growing:
-        last, node = len(builder._sequence.tokens) - 1, ROOT
+        last, node = len(builder.sequence.tokens) - 1, ROOT
         for k in range(min(GAMMA, builder.room)):
             look: Look = yield Request([node])
             q_V = probabilities([builder], {0: [node]}, look.logits_nV)[0]
