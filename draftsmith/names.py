@@ -22,6 +22,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 """Dtypes of a target."""
 FLASH = re.compile(r"flash_attention_\d|kernels-community/[\w.-]*flash[\w.-]*")
 """Names of flash attention: of an installed package, or of a kernel on the Hub."""
+LICENCE = re.compile(r"[a-z0-9][a-z0-9.\-]*")
 GGUF = ".gguf"
 GGUF_MAGIC = b"GGUF"
 GGUF_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
@@ -56,6 +57,12 @@ def check_repo(key: str, name: str) -> None:
         raise ConfigError(f"{key}={name!r}; expected user/name ({reason_of(error)})") from error
     if "/" not in name:
         raise ConfigError(f"{key}={name!r}; expected user/name")
+
+
+def check_licence(licence: str, key: str = "licence") -> None:
+    """Raise ConfigError unless `licence` has the form of an identifier. The Hub checks the rest."""
+    if not LICENCE.fullmatch(licence):
+        raise ConfigError(f"{key}={licence!r}; expected the Hub's identifier of a licence, such as apache-2.0 or mit")
 
 
 def drafter_of(name: str) -> str:

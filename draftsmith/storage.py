@@ -61,6 +61,13 @@ def require_writable(key: str, folder: Path) -> None:
         raise ConfigError(f"{key}={folder} cannot be made in {there}; expected a path in a writable folder")
 
 
+def require_empty(key: str, folder: Path) -> None:
+    """Check that `atomic_folder` would replace no file in `folder`; raise ConfigError otherwise."""
+    require_writable(key, folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{key}={folder} exists already; expected a new or an empty folder")
+
+
 def require_writable_file(key: str, file: Path) -> None:
     """Check that `write_text` could write `file`; raise ConfigError otherwise."""
     if file.is_dir():

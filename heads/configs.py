@@ -7,6 +7,7 @@ Adding a drafter takes its own file in this package and its section and entry he
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -302,6 +303,12 @@ SETTINGS: dict[str, dict[str, type]] = {
 def is_named(text: str) -> bool:
     """Return whether `text` names a drafter that needs no checkpoint, not a folder or a repository."""
     return specified_name(text) in SETTINGS
+
+
+def require_weights(name: str, key: str = "drafter") -> None:
+    """Raise ConfigError for the name of a drafter without weights; those of native-mtp are the target's."""
+    if is_named(name) and name != "native-mtp" and not Path(name).is_dir():
+        raise ConfigError(f"{key}={name} has no weights; expected a trained drafter, or native-mtp")
 
 
 def parse_named(text: str) -> tuple[str, dict[str, Any]]:

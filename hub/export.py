@@ -15,11 +15,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.distill.embedded import embedded_target
 from draftsmith.distill.gguf_target import plain_folder
-from draftsmith.distill.load_target import LoadedTarget, load_target
+from draftsmith.distill.load_target import DTYPES, LoadedTarget, load_target
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter, TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, load_drafter, save_drafter
-from draftsmith.heads.configs import is_named
+from draftsmith.heads.configs import require_weights
 from draftsmith.heads.formats.common import Serving, Source, name_of
 from draftsmith.heads.formats.llama_cpp import gguf_package
 from draftsmith.heads.formats.writers import LAYOUTS
@@ -27,10 +27,9 @@ from draftsmith.heads.untrusted import local_folder, read_config
 from draftsmith.hub.conventions import Reading, readings_of
 from draftsmith.hub.vllm import reading_of_vllm
 from draftsmith.names import EMBEDDED, check_target_name
-from draftsmith.storage import atomic_folder, require_writable, write_text
+from draftsmith.storage import atomic_folder, require_empty, write_text
 from draftsmith.terminal import Terminal, markdown_environment, stage
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 USUAL_LENGTH = 3
 """Draft length of a drafter that does not store the one that it was chosen for."""
 
@@ -68,13 +67,7 @@ def check_export(format: str, type: str | None, dtype: str | None, out: Path) ->
         raise ConfigError.of("format", format, f"{', '.join(able)} for a drafter of type {type}")
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError.of("dtype", dtype, f"one of {', '.join(DTYPES)}")
-    require_empty(out)
-
-
-def require_empty(out: Path) -> None:
-    require_writable("out", out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"out={out} exists already; expected a new or an empty folder")
+    require_empty("out", out)
 
 
 def stored_dtype(folder: Path) -> str | None:
@@ -128,7 +121,7 @@ def export_drafter(
         source = Source(drafter, target, temporary, target_name, length, chosen, made_for, tokenizer)
         with torch.no_grad():
             serving = LAYOUTS[format][drafter.type](source)
-        write_text(temporary / "README.md", _readme(source, serving, format, revision, out.name))
+        write_text(temporary / "README.md", _readme(source, serving, format, revision))
         tensors = _tensors(temporary)
     return Exported(out, tensors, serving, drafter.target_quality is not None)
 
@@ -146,7 +139,7 @@ def _tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     return shapes
 
 
-def _readme(source: Source, serving: Serving, format: str, revision: str | None, folder: str) -> str:
+def _readme(source: Source, serving: Serving, format: str, revision: str | None) -> str:
     text = files("draftsmith.hub").joinpath("export.md.j2").read_text(encoding="utf-8")
     values: dict[str, Any] = {
         "library": "transformers" if format == "transformers" else "draftsmith",
@@ -158,10 +151,9 @@ def _readme(source: Source, serving: Serving, format: str, revision: str | None,
         "version": version("draftsmith"),
         "format": format,
         "language": serving.language,
-        "usage": serving.usage_of(folder),
+        "usage": serving.usage_of("."),
         "quality": source.drafter.target_quality,
         "notes": serving.notes,
-        "folder": folder,
         "own": (source.folder / "config.json").is_file() and read_config(source.folder, source.folder)[1] is not None,
     }
     return markdown_environment().from_string(text).render(values)
@@ -212,7 +204,7 @@ def import_from(
     Returns:
         The drafter, and how it compares with the target under each convention (see `hub.conventions`) if `self_test`.
     """
-    require_empty(out)
+    require_empty("out", out)
     check_target_name(target)
     name, folder = _weights(drafter, target)
     if name == folder and read_config(folder, drafter)[1] is not None:
@@ -254,8 +246,7 @@ def _weights(drafter: str, target: str) -> tuple[str | Path, Path]:
     """Return the drafter as `load_drafter` takes it, and the folder of its weights, for `native-mtp` the target's."""
     if drafter == "native-mtp":
         return drafter, local_folder(servable(target))
-    if is_named(drafter) and not Path(drafter).is_dir():
-        raise ConfigError(f"drafter={drafter} has no weights; expected a trained drafter, or native-mtp")
+    require_weights(drafter)
     folder = embedded_target() if drafter == EMBEDDED else local_folder(drafter)
     return folder, folder
 

@@ -36,13 +36,6 @@ if TYPE_CHECKING:
     from draftsmith.eval.results import ResultRow, StoredEvaluation
 
 TASK = "text-generation"
-LICENCE = re.compile(r"[a-z0-9][a-z0-9.\-]*")
-
-
-def check_licence(licence: str | None) -> None:
-    """Check that `licence` has the form of an identifier; raise ConfigError otherwise. The Hub checks the rest."""
-    if licence is not None and not LICENCE.fullmatch(licence):
-        raise ConfigError(f"licence={licence!r}; expected the Hub's identifier of a licence, such as apache-2.0 or mit")
 
 
 def _card_data(

@@ -26,13 +26,12 @@ from draftsmith.heads.formats.transformers import CODE, write_generate
 from draftsmith.hub.model_card import (
     EVALUATION,
     PLOTS,
-    check_licence,
     checkpoint_section,
     hub_target,
     without_local_paths,
     write_card,
 )
-from draftsmith.names import check_repo
+from draftsmith.names import check_licence, check_repo
 from draftsmith.provenance import weights_fingerprint
 from draftsmith.storage import atomic_folder, require_writable, write_json
 
@@ -83,7 +82,8 @@ def check_publication(publication: Publication) -> list[str]:
     """Check a publication and return notes on what its card will lack; raise ConfigError if it cannot be published."""
     check_repo("repo", publication.repo)
     section = checkpoint_section(publication.folder)
-    check_licence(publication.licence)
+    if publication.licence is not None:
+        check_licence(publication.licence)
     if publication.base_model is not None:
         check_repo("base_model", publication.base_model)
     if not any(publication.folder.glob("*.safetensors")):

@@ -1,43 +1,55 @@
 """The commands `export`, `import` and `push`. Packages are imported inside each, so that `--help` stays fast."""
 
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from draftsmith.cli.options import suggest, with_settings
 from draftsmith.config import Count, Section
 from draftsmith.errors import ConfigError, DraftsmithError
-from draftsmith.names import check_repo, check_target_name, require_cached_without_hub
+from draftsmith.eval.settings import Dtype, check_drafters, require_cached_drafters
+from draftsmith.heads.configs import require_weights
+from draftsmith.names import check_licence, check_repo, check_target_name, require_cached_without_hub
 from draftsmith.option_fields import Option, option_fields
+from draftsmith.storage import require_empty
 from draftsmith.terminal import printable
 
 
-def _check_folder(folder: Path, key: str) -> None:
-    if not folder.exists():
-        raise ConfigError(f"{key}={folder}; expected a folder, and there is none")
+def _check_checkpoint(folder: Path, key: str) -> None:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{key}={folder}; expected a folder with config.json, and there is none")
+
+
+def _check_drafter(name: str, key: str) -> None:
+    check_drafters(name, key)
+    require_weights(name, key)
+
+
+REPOSITORY = Option(check=lambda name, key: check_repo(key, name))
 
 
 class Conversion(Section):
     """A drafter that is written for its target in another format."""
 
-    drafter: Annotated[str, Option(argument=True)]
+    drafter: Annotated[str, Option(argument=True, check=_check_drafter, hub=require_cached_drafters)]
     """Folder or Hub id of a drafter, or native-mtp."""
     target: Annotated[str, Option(check=check_target_name, hub=require_cached_without_hub)]
     """'embedded', a local folder, a GGUF file or a Hub id."""
     trust_remote_code: bool = False
     """Run code from the target's repository."""
-    out: Path
+    out: Annotated[Path, Option(check=lambda folder, key: require_empty(key, folder))]
     """A new folder."""
     revision: str | None = None
     """Revision of the target on the Hub."""
 
 
 class Export(Conversion):
-    format: str
+    format: Literal["vllm", "sglang", "gguf", "transformers", "native"]
     """vllm, sglang, gguf, transformers or native."""
-    dtype: str | None = None
+    dtype: Dtype | None = None
     """float32, bfloat16 or float16; by default the stored one."""
 
 
@@ -79,17 +91,17 @@ def import_(settings: Import) -> None:
 class Push(Section):
     """A drafter, its repository, and the details of its card."""
 
-    folder: Annotated[Path, Option("drafter", argument=True, check=_check_folder)]
+    folder: Annotated[Path, Option("drafter", argument=True, check=_check_checkpoint)]
     """A folder that `draftsmith train` wrote."""
-    repo: Annotated[str, Option(argument=True, check=lambda name, key: check_repo(key, name))]
+    repo: Annotated[str, replace(REPOSITORY, argument=True)]
     """Hub repository, user/name; created unless it exists."""
     evaluation: Annotated[Path | None, Option("--eval")] = None
     """Result of `draftsmith eval`: its folder or eval.json."""
     measured_as: Annotated[str | None, Option("--as")] = None
     """The drafter's name in that result."""
-    licence: str | None = None
+    licence: Annotated[str | None, Option(check=check_licence)] = None
     """The Hub's identifier: apache-2.0, mit."""
-    base_model: str | None = None
+    base_model: Annotated[str | None, REPOSITORY] = None
     """Hub id of the target: user/name."""
     revision: str | None = None
     """Push to this branch."""

@@ -176,7 +176,7 @@ def test_the_readme_says_how_to_start_it(tmp_path: Path, target: LlamaForCausalL
     made_of = export_drafter(drafter, target, "vllm", tmp_path / "peagle", target_name="org/target", revision="abc")
     text = (made_of.folder / "README.md").read_text()
     plan = '{"method": "eagle3", "parallel_drafting": true, "draft_sample_method": "probabilistic", '
-    plan += '"model": "peagle", "num_speculative_tokens": 3}'
+    plan += '"model": ".", "num_speculative_tokens": 3}'
     assert f"vllm serve org/target --speculative-config '{plan}'" in text
     for words in ("at revision `abc`", "Serve that target, not the original"):
         assert words in text

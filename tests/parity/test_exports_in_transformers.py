@@ -132,10 +132,15 @@ class Heard(BaseStreamer):
 
 
 def test_sampling_batches_stops_and_streams_as_generate_does(
-    tmp_path: Path, target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
+    tmp_path: Path,
+    target: LlamaForCausalLM,
+    tiny_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    out = exported(made("medusa", target), target, "transformers", tmp_path / "out").folder
-    ours = {"custom_generate": str(out), "trust_remote_code": True, "policy": "chain:draft_length=2"}
+    """In the export's folder, as its card says."""
+    monkeypatch.chdir(exported(made("medusa", target), target, "transformers", tmp_path / "out").folder)
+    assert 'custom_generate=".", trust_remote_code=True' in Path("README.md").read_text()
+    ours = {"custom_generate": ".", "trust_remote_code": True, "policy": "chain:draft_length=2"}
     heard = Heard()
     assert torch.equal(written(target, streamer=heard, **ours), written(target))
     assert (heard.tokens, heard.ended) == (written(target)[0].tolist(), True)

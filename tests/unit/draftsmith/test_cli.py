@@ -115,13 +115,23 @@ MISTAKES: dict[str, list[str]] = {
     "--extra-body={ is not JSON": [*ASKED, "--extra-body", "{"],
     "--drafter suffix with --server": [*ASKED, "--drafter", "suffix"],
     "nosuch; expected an eval.json": ["eval", "compare", "nosuch"],
-    "drafter=nosuch; expected a folder, and there is none": ["push", "nosuch", "user/name"],
-    "repo='me'; expected user/name": ["push", ".", "me"],
+    "drafter=nosuch; expected a folder with config.json": ["push", "nosuch", "user/name"],
+    "repo='me'; expected user/name": ["push", "made", "me"],
+    "--base-model='me'; expected user/name": ["push", "made", "me/it", "--base-model", "me"],
+    "--licence='a b'; expected the Hub's": ["push", "made", "me/it", "--licence", "a b"],
+    "Missing argument 'URL'. (see draftsmith eval server": ["eval", "server", "--target", "embedded", "--model", "m"],
     "--drafter=suffx; did you mean suffix?": ["eval", "--target", "embedded", "--drafter", "suffx"],
     "--drafter=native-mpt; did you mean native-mtp?": ["eval", *SUFFIX, "--drafter", "hybrid:drafter=native-mpt"],
     "server http://127.0.0.1:9/v1 cannot be reached": ["eval", "server", URL, "--target", "embedded", "--model", "m"],
     "http://127.0.0.1:9/v1 cannot be reached": SERVED,
     "--target=./nosuch; expected 'embedded', an": [*EXPORT[:3], "./nosuch", "--format", "vllm", "--out", "x"],
+    "--format=vlm; expected 'vllm', 'sglang', 'gguf', 'transformers' or": [*EXPORT, "--format", "vlm", "--out", "x"],
+    "--dtype=int8; expected 'float32', 'bfloat16'": [*EXPORT, "--format", "vllm", "--dtype", "int8", "--out", "x"],
+    "--out=made exists already; expected a new": [*EXPORT, "--format", "vllm", "--out", "made"],
+    "--out=. has no name of its own": ["import", *EXPORT[1:], "--out", "."],
+    "drafter=suffix has no weights": ["export", "suffix", *EXPORT[2:], "--format", "vllm", "--out", "x"],
+    "drafter=suffx; did you mean suffix?": ["import", "suffx", *EXPORT[2:], "--out", "x"],
+    "drafter=user/nosuch: no such folder, not in": ["import", "user/nosuch", *EXPORT[2:], "--out", "x"],
     "--gamma=-1; expected >= 1": ["import", "d", "--target", "embedded", "--out", "x", "--gamma", "-1"],
     "recipe=quickstart/mpt; did you mean quickstart/mtp?": ["train", "quickstart/mpt"],
     "recipe=eagle3/embeded; did you mean eagle3/embedded?": ["recipes", "eagle3/embeded"],
@@ -139,6 +149,8 @@ MISTAKES: dict[str, list[str]] = {
 
 def test_help_and_mistakes_load_no_torch(tmp_path: Path) -> None:
     """They take less than a second of processor time, of which torch and transformers would take many."""
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "config.json").touch()
     program = "import sys; from draftsmith.cli import main\n"
     for command in (["--help"], *MISTAKES.values()):
         code = 2 * (command != ["--help"])

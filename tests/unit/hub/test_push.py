@@ -268,7 +268,7 @@ def test_what_the_hub_refuses_is_one_line(
 
 def test_bad_requests_stop_before_any_work(hub: Hub, run: Path, capsys: pytest.CaptureFixture) -> None:
     for options, message in (
-        (["--base-model", "a/b/c"], "base_model='a/b/c'; expected user/name"),
+        (["--base-model", "a/b/c"], "--base-model='a/b/c'; expected user/name"),
         (["--eval", "absent"], "absent; expected an eval.json or the folder of one"),
         (["--eval", run / "eval.json", "--as", "x"], "expected --as with one of the drafters measured there: d"),
     ):
