@@ -275,7 +275,7 @@ def test_bad_requests_stop_before_any_work(hub: Hub, run: Path, capsys: pytest.C
         assert push(run / "drafter", REPO, *options) == 2
         assert message in capsys.readouterr().err
     assert push(run, REPO) == 2
-    assert "was not trained by draftsmith" in capsys.readouterr().err
+    assert "expected a folder with config.json" in capsys.readouterr().err
     assert not hub.asked
 
 
