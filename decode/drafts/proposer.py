@@ -46,7 +46,7 @@ class Proposer:
         if (most := self.drafter.max_draft_length) is not None:  # a limit of its logits, not of retrieval
             rooms = rooms.map(lambda room: room - (room - most) * (room > most))
         if length is not None and all(draft is None for draft in retrieved):
-            if min(length, max(rooms)) == 0:
+            if min(length, max(rooms)) <= 0:
                 return DraftBatch.empty(len(texts), rooms.device), []
             return chains(self.drafter, self.processors, self.shared, texts, rooms, length, draws, committed), []
         builders = []
