@@ -262,6 +262,8 @@ class Drafter(nn.Module):
     """For a target that was trained with the drafter: the change of the target, see `measure_quality`."""
     shared_tensors: tuple[str, ...] = ()
     """The target's tensors in the speculators file that it was read from; an export in that layout has them, too."""
+    unread_keys: tuple[str, ...] = ()
+    """The keys of another project's config.json, from which it was read, that its reader does not know."""
     shared_vocabulary: int | None = None
     """Number of tokens that it may draft: those of the tokenizer, where a vocabulary is padded to a larger size."""
     max_draft_length: int | None = None

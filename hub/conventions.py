@@ -5,7 +5,6 @@ EAGLE-3 holds. A drafter that is read by another convention than it was trained 
 """
 
 from collections.abc import Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,17 +15,21 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.sampling import Sampling
+from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.conversation import question
 from draftsmith.distill.draft_probabilities import at_least_float32
 from draftsmith.distill.teacher import OnlineTeacher
+from draftsmith.errors import ConfigError
+from draftsmith.eval.prompts import PromptRows
 from draftsmith.eval.teacher_forced import ChunkLogits, TargetText, agreement_of, sample_texts, signals_of, unrollable
 from draftsmith.heads.autoregressive import NetworkDrafter
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.dflash import DFlash
 from draftsmith.heads.eagle3 import Eagle3Network
-from draftsmith.heads.layers import layer_config, rotary
+from draftsmith.heads.layers import layer_config
 from draftsmith.heads.model_config import context_limit, text_config
 
-# Shapes: N anchors of all texts, K draft positions, V vocabulary, H hidden size of the target.
+# Shapes: U texts, A anchors of a text, N those of all texts, K draft positions, V vocabulary.
 
 PROMPTS = (
     "Once upon a time",
@@ -38,15 +41,18 @@ PROMPTS = (
     "In this paper, we show that",
     "Yesterday evening the weather",
 )
+COUNT = 32
+"""Most prompts of a file or a data set."""
 TOKENS = 48
 """Tokens that the target continues each prompt with, at temperature 1."""
 POSITIONS = 4
 """Draft positions that are compared, if the drafter has as many: the first does not read states that are fed back."""
-GAIN, ERRORS = 0.005, 4.0
-"""How much higher alpha must be under another convention to be reported: absolutely, and in standard errors."""
+GAIN, ERRORS, FEWEST = 0.005, 4.0, 6
+"""How much higher alpha must be under another convention to be reported: absolutely, and in standard errors, which at
+least this many texts give. For 8 texts, 4 standard errors are the 95 % interval of ten conventions together."""
 LEAST = 0.25
 """Alpha at the first draft position that published drafters exceed on texts of their target: 0.5 to 0.8 on those that
-they are trained for, less on these prompts, which have no chat template."""
+they are trained for."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +63,16 @@ class Reading:
     alphas: tuple[float, ...]
     """Mean over the texts at each draft position."""
     tokens: int
-    better: bool
-    """Whether alpha, as a mean over the draft positions, is clearly higher than as the drafter was read."""
+    texts: int
+    gain: float = 0.0
+    """Difference of alpha, as a mean over the draft positions, from that of the drafter as it was read."""
+    interval: float = 0.0
+    """Half of the width of the gain's interval; infinite for too few texts."""
+
+    @property
+    def better(self) -> bool:
+        """Whether alpha is clearly higher than as the drafter was read."""
+        return self.gain > max(GAIN, self.interval)
 
     @property
     def alpha(self) -> float:
@@ -83,34 +97,62 @@ class Change(NamedTuple):
     """Owner, attribute and value."""
 
 
-def readings_of(
-    target: PreTrainedModel, drafter: TrainableDrafter, tokenizer: PreTrainedTokenizerBase
-) -> list[Reading]:
+def prompts_of(
+    source: str | None, tokenizer: PreTrainedTokenizerBase, context: int | None
+) -> tuple[list[list[int]], list[str]]:
+    """Return the prompts of the self-test as token ids, and notes; see `PromptRows` for `source` and the errors.
+
+    By default, without a source, these are `PROMPTS`, as questions where the target has a chat template.
+    """
+    if source is None:
+        chats = bool(tokenizer.chat_template)
+        rows = [{"messages": [{"role": "user", "content": text}]} if chats else {"prompt": text} for text in PROMPTS]
+        return [Chat(tokenizer).prompt(question("self-test", row)) for row in rows], []
+    rows = PromptRows.read(source)
+    if rows.images:
+        raise ConfigError(f"prompts={source} has images; expected prompts of text for the self-test")
+    prompts, notes = rows.encode(tokenizer, count=COUNT, context=context)
+    return [prompt.input_ids for prompt in prompts], notes
+
+
+def readings_of(target: PreTrainedModel, drafter: TrainableDrafter, prompts: Sequence[list[int]]) -> list[Reading]:
     """Return the reading of `drafter` as it is, then those of the conventions nearest to its own.
 
     None are returned where no text has room for a draft: the contexts are too short, or the target ends at once.
 
     Args:
         drafter: attached to `target`; unchanged on return.
+        prompts: token ids, which the target continues.
     """
     limits = [limit for limit in (context_limit(target.config), drafter.context_limit) if limit is not None]
-    rows = [tokenizer(text)["input_ids"] for text in PROMPTS]
-    prompts = [ids for ids in rows if ids and all(len(ids) < limit for limit in limits)]
+    prompts = [ids for ids in prompts if ids and all(len(ids) < limit for limit in limits)]
+    whole = [ids for ids in prompts if all(len(ids) + TOKENS <= limit for limit in limits)]
+    prompts = whole if len(whole) >= FEWEST else prompts
     room = min([TOKENS, *(limit - len(ids) for limit in limits for ids in prompts)])
     texts = sample_texts(target, prompts, Sampling(1.0), max_new_tokens=room)
     if not any(text.anchors for text in texts):
         return []
     changes = [*_changes(target, drafter)]
     compared = _Alphas(target, drafter, texts, [change.layers for change in changes])
-    own_NK = compared.under(Change("as read", drafter.needs.layers))
-    found = [Reading("as read", _means(own_NK), len(own_NK), better=False)]
+    own = compared.under(Change("as read", drafter.needs.layers))
+    size = {"tokens": sum(map(len, own)), "texts": len(own)}
+    found = [Reading("as read", _means(own), **size)]
     for change in changes:
-        changed_NK = compared.under(change)
-        gains_N = np.nanmean(changed_NK - own_NK, 1)
-        gain, error = float(gains_N.mean()), float(gains_N.std()) / len(gains_N) ** 0.5
-        better = gain > max(GAIN, ERRORS * error)
-        found.append(Reading(change.convention, _means(changed_NK), len(own_NK), better))
+        changed = compared.under(change)
+        gain, error = _gain([np.nanmean(after - before, 1) for before, after in zip(own, changed, strict=True)])
+        found.append(Reading(change.convention, _means(changed), **size, gain=gain, interval=ERRORS * error))
     return found
+
+
+def _gain(gains: Sequence[NDArray]) -> tuple[float, float]:
+    """Return the mean of the gains of all texts' positions, and its standard error: texts are independent, positions
+    of a text are not (Cochran 1977, section 6.3)."""
+    sums_U, sizes_U = (np.array([of(gains_A) for gains_A in gains]) for of in (np.sum, len))
+    mean, U = sums_U.sum() / sizes_U.sum(), len(gains)
+    if U < FEWEST:
+        return float(mean), float("inf")
+    spread = ((sums_U - mean * sizes_U) ** 2).sum() * U / (U - 1)
+    return float(mean), float(spread**0.5 / sizes_U.sum())
 
 
 def self_test_lines(readings: Sequence[Reading]) -> list[str]:
@@ -118,10 +160,11 @@ def self_test_lines(readings: Sequence[Reading]) -> list[str]:
     if not readings:
         return []
     own, *others = readings
-    lines = [f"self-test: alpha {own.shown}, {own.tokens} tokens"]
+    lines = [f"self-test: alpha {own.shown}, {own.tokens} tokens of {own.texts} texts"]
     better = max((other for other in others if other.better), key=lambda other: sum(other.alphas), default=None)
     if better is not None:
-        said = f"alpha would be {better.shown} with {better.convention}"
+        said = f"alpha would be {better.shown} with {better.convention}, a gain of {better.gain:.3f} "
+        said += f"± {better.interval:.3f}"
         lines.append(f"warning: {said}: config.json may mean another convention than the one it was read by")
     elif own.alpha < LEAST:
         lines.append(
@@ -131,8 +174,22 @@ def self_test_lines(readings: Sequence[Reading]) -> list[str]:
     return lines
 
 
-def _means(alphas_NK: NDArray) -> tuple[float, ...]:
-    return tuple(float(alphas_N[~np.isnan(alphas_N)].mean()) for alphas_N in alphas_NK.T)
+def rotation_note(target: PreTrainedModel, drafter: TrainableDrafter) -> str | None:
+    """Return a line on a drafter that rotates positions by another base than its target; None for others.
+
+    It may have been trained so. A draft model has its own base.
+    """
+    body = drafter.body if isinstance(drafter, NetworkDrafter) else None
+    if body is None or body.config.model_type != "llama":
+        return None
+    own, theirs = (
+        (config.rope_parameters or {}).get("rope_theta") for config in (body.config, layer_config(target, 1))
+    )
+    return None if own == theirs or theirs is None else f"self-test: rope_theta={own:g}, and the target's is {theirs:g}"
+
+
+def _means(alphas: Sequence[NDArray]) -> tuple[float, ...]:
+    return tuple(float(np.nanmean(alphas_N)) for alphas_N in np.concatenate(alphas).T)
 
 
 class _Alphas:
@@ -154,8 +211,8 @@ class _Alphas:
             self._signals = signals_of(self._teacher, [*texts])
 
     @torch.inference_mode()
-    def under(self, change: Change) -> NDArray[np.float64]:
-        """Return the sum over v of min(p_v, q_v) at temperature 1, [N, K]; NaN after the end of a text."""
+    def under(self, change: Change) -> list[NDArray[np.float64]]:
+        """Return the sum over v of min(p_v, q_v) at temperature 1, [A, K] of each text; NaN after its end."""
         signals = self._signals
         if signals.features_BTF is not None:
             by_layer = dict(zip(self._layers, signals.features_BTF.chunk(len(self._layers), -1), strict=True))
@@ -173,7 +230,7 @@ class _Alphas:
         for table in (stats["alpha"] for stats in tables if stats):
             left_AK = np.arange(len(table))[::-1, None] >= np.arange(table.shape[1])
             rows.append(np.where(left_AK, table, np.nan))
-        return np.concatenate(rows)
+        return rows
 
 
 def _alpha(rows: ChunkLogits) -> dict[str, Tensor]:
@@ -194,13 +251,6 @@ def _changes(target: PreTrainedModel, drafter: TrainableDrafter) -> Iterator[Cha
         for owner, name in ((body.layers[0], "norm_before_residual"), (body, "norm_output")):
             value = not getattr(owner, name)
             yield Change(f"{name}={value}", layers, ((owner, name, value),))
-    if body is not None and body.config.model_type == "llama":
-        theta = (layer_config(target, 1).rope_parameters or {}).get("rope_theta")
-        if theta != (body.config.rope_parameters or {}).get("rope_theta"):
-            config = copy(body.config)
-            config.rope_parameters = {**(config.rope_parameters or {}), "rope_theta": theta}
-            turned = rotary(config).to(next(body.parameters()).device)
-            yield Change(f"rope_theta={theta:g}, the target's", layers, ((body, "rotary", turned),))
 
 
 def _other_layers(layers: tuple[int, ...], depth: int) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -15,16 +15,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.distill.embedded import embedded_target
 from draftsmith.distill.gguf_target import plain_folder
-from draftsmith.distill.load_target import DTYPES, LoadedTarget, load_target
+from draftsmith.distill.load_target import DTYPES, LoadedTarget, load_target, load_tokenizer
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter, TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, load_drafter, save_drafter
 from draftsmith.heads.configs import require_weights
+from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.formats.common import Serving, Source, name_of
 from draftsmith.heads.formats.llama_cpp import gguf_package
+from draftsmith.heads.formats.published import unknown_keys
 from draftsmith.heads.formats.writers import LAYOUTS
+from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.untrusted import local_folder, read_config
-from draftsmith.hub.conventions import Reading, readings_of
+from draftsmith.hub.conventions import prompts_of, readings_of, rotation_note, self_test_lines
 from draftsmith.hub.vllm import reading_of_vllm
 from draftsmith.names import EMBEDDED, check_target_name
 from draftsmith.storage import atomic_folder, require_empty, write_text
@@ -198,17 +201,26 @@ def import_from(
     revision: str | None = None,
     trust_remote_code: bool = False,
     self_test: bool = True,
-) -> tuple[TrainableDrafter, list[Reading]]:
+    prompts: str | None = None,
+) -> tuple[TrainableDrafter, list[str]]:
     """Save a drafter that another project published for the target as a draftsmith checkpoint in `out`.
 
+    Args:
+        self_test: compare it with the target under each convention on `prompts`, see `hub.conventions`.
+
     Returns:
-        The drafter, and how it compares with the target under each convention (see `hub.conventions`) if `self_test`.
+        The drafter, and lines on keys of its config.json that are not read, and of the self-test.
     """
     require_empty("out", out)
     check_target_name(target)
     name, folder = _weights(drafter, target)
-    if name == folder and read_config(folder, drafter)[1] is not None:
+    config, stored = read_config(folder, drafter)
+    if name == folder and stored is not None:
         raise ConfigError(f"drafter={drafter} is a draftsmith checkpoint; expected another project's layout")
+    asked, lines = list[list[int]](), list[str]()
+    if self_test:
+        tokenizer, target_config = load_tokenizer(target, revision=revision, trust_remote_code=trust_remote_code)
+        asked, lines = prompts_of(prompts, tokenizer, context_limit(target_config))
     dtype = stored_dtype(folder) or "float32"
     loaded = _load_target(target, dtype, revision, trust_remote_code)
     read = load_drafter(name, loaded.model, loaded.tokenizer)
@@ -227,10 +239,13 @@ def import_from(
             draft_length=read.draft_length_hint,
             tokenizer=loaded.tokenizer,
         )
-    if not self_test:
-        return read, []
-    with stage("comparing the drafter with the target"):
-        return read, readings_of(loaded.model, read, loaded.tokenizer)
+    unread = unknown_keys(config) if isinstance(read, DraftModel) else read.unread_keys
+    lines = [*([f"note: keys of config.json that are not read: {', '.join(unread)}"] if unread else []), *lines]
+    if self_test:
+        with stage("comparing the drafter with the target"):
+            lines += self_test_lines(readings_of(loaded.model, read, asked))
+        lines += filter(None, [rotation_note(loaded.model, read)])
+    return read, lines
 
 
 def _load_target(target: str, dtype: str, revision: str | None, trust_remote_code: bool) -> LoadedTarget:

@@ -3,16 +3,24 @@
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import typer
+from pydantic import ValidationInfo, model_validator
 
 from draftsmith.cli.options import suggest, with_settings
-from draftsmith.config import Count, Section
+from draftsmith.config import Count, Section, user_name
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.eval.settings import Dtype, check_drafters, require_cached_drafters
 from draftsmith.heads.configs import require_weights
-from draftsmith.names import check_licence, check_repo, check_target_name, require_cached_without_hub
+from draftsmith.names import (
+    check_licence,
+    check_prompts_name,
+    check_repo,
+    check_target_name,
+    require_cached_prompts,
+    require_cached_without_hub,
+)
 from draftsmith.option_fields import Option, option_fields
 from draftsmith.storage import require_empty
 from draftsmith.terminal import printable
@@ -58,6 +66,16 @@ class Import(Conversion):
     """Draft length to store; by default the published one, or 3."""
     self_test: Annotated[bool, Option("--self-test/--no-self-test")] = True
     """Compare alpha with that of the nearest conventions, on a few texts of the target."""
+    prompts: Annotated[str | None, Option(check=check_prompts_name, hub=require_cached_prompts)] = None
+    """Prompts of the self-test: a file or a Hub data set, of which 32 are used; by default 8 short ones."""
+
+    @model_validator(mode="after")
+    def _check_prompts(self, info: ValidationInfo) -> Self:
+        if self.prompts is not None and not self.self_test:
+            raise ConfigError(
+                f"{user_name(info, 'prompts')}={self.prompts} with --no-self-test; expected one of the two"
+            )
+        return self
 
 
 @with_settings
@@ -76,14 +94,13 @@ def export(settings: Export) -> None:
 @with_settings
 def import_(settings: Import) -> None:
     """Read a published drafter, check that it fits the target, and save it in draftsmith's format."""
-    from draftsmith.hub.conventions import self_test_lines
     from draftsmith.hub.export import import_from
 
-    read, readings = import_from(**settings.model_dump())
+    read, lines = import_from(**settings.model_dump())
     count = sum(parameter.numel() for parameter in read.parameters())
     about = f"a drafter of type {read.type}, {count:,} parameters, draft length {read.draft_length_hint}"
-    for line in (f"{settings.out}: {about}", *self_test_lines(readings)):
-        typer.echo(line)
+    for line in (f"{settings.out}: {about}", *lines):
+        typer.echo(printable(line))
     for command in ("eval", "check"):
         suggest("draftsmith", command, "--target", settings.target, "--drafter", settings.out)
 

@@ -68,7 +68,7 @@ def read_speculators_block(published: Published) -> DFlash:
 
 def read_zlab(published: Published) -> DFlash:
     """Read DFlash in the layout of z-lab, whose `dflash_config` wins over keys of the same name beside it."""
-    config = {**published.config, **published.part("dflash_config")}
+    config = published.merged(published.config, published.part("dflash_config"))
     body, depth = _full_attention(published), published.text.num_hidden_layers
     published.allow("num_target_layers", config.get("num_target_layers", depth), (depth,))
     for key in ("causal", "is_causal"):  # of drafters whose masks see the masks before them only
@@ -95,7 +95,10 @@ def read_deepspec(published: Published) -> DFlash:
 
     SpecForge's has the same keys in `dflash_config`, and neither embeddings nor an lm_head.
     """
-    config, depth = {**published.config, **published.part("dflash_config")}, published.text.num_hidden_layers
+    config, depth = (
+        published.merged(published.config, published.part("dflash_config")),
+        published.text.num_hidden_layers,
+    )
     published.allow("num_target_layers", config.get("num_target_layers", depth), (depth,))
     published.allow("projector_type", config.get("projector_type"), (None, "dspark"))
     layers = published.layers("target_layer_ids", config.get("target_layer_ids"), 1)

@@ -32,7 +32,7 @@ def read_eagle3(published: Published) -> Eagle3 | ParallelEagle:
         ids, shift = [2, depth // 2, depth - 3], 0
     layers = published.layers(LAYER_IDS, ids, shift)
     body = published.body(published.part("transformer_layer_config") if kind else config, first)
-    given = {"norm_before_residual": kind == "eagle3", **config, **eagle_config}
+    given = published.merged({"norm_before_residual": kind == "eagle3"}, config, eagle_config)
     options = {key: published.allow(key, given.get(key, False), (True, False)) for key in OPTIONS}
     V = body.vocab_size
     D = published.allow("draft_vocab_size", given.get("draft_vocab_size") or V, range(1, V + 1))
@@ -62,7 +62,8 @@ def read_deepspec_eagle3(published: Published) -> Eagle3:
     """
     published.drop_zero_biases()
     published.drop_shared("embed_tokens.weight", published.target.get_input_embeddings())
-    config, body = published.config, published.body(published.config)
+    config, body, depth = published.config, published.body(published.config), published.text.num_hidden_layers
+    published.allow("num_target_layers", config.get("num_target_layers", depth), (depth,))
     published.allow("num_hidden_layers", body.num_hidden_layers, (1,))
     drafter = Eagle3(body, layers=published.layers("target_layer_ids", config.get("target_layer_ids"), 1), qk_norm=True)
     published.fill(drafter.body, lambda name: name)

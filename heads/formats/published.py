@@ -4,7 +4,7 @@ Layouts count the target's layers in two ways: the id k of vLLM's speculators is
 `Needs.layers`; SGLang's id k is the output of block k, counted from 0, which is `hidden_states[k + 1]`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftsmith.errors import ConfigError
@@ -29,9 +29,59 @@ LLAMA_LIKE = ("llama", "qwen2", "qwen3")
 KEPT = ("hidden_size", "vocab_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings", "hidden_act")
 KEPT += ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "attention_bias")
 KEPT += ("mlp_bias",)
+ROTATION = ("rope_theta", "rope_scaling")
+WINDOWS = ("layer_types", "sliding_window")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 LARGE = 2**40
 POSITIVE = range(1, LARGE + 1)
+
+
+class Recorded(dict[str, Any]):
+    """A mapping of config.json, with the set of the keys that are read from it."""
+
+    def __init__(self, values: Mapping[str, Any], read: set[str] | None = None) -> None:
+        super().__init__(values)
+        self.read = set[str]() if read is None else read
+
+    def __contains__(self, key: object) -> bool:
+        self.read.add(str(key))
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.read.add(key)
+        return super().get(key, default)
+
+
+PARTS = ("transformer_layer_config", "speculators_config", "eagle_config", "dflash_config")
+"""Mappings in config.json of which readers read keys."""
+UNUSED = {"torch_dtype", "auto_map", "quantization_config", "tie_word_embeddings", "use_cache", "bos_token_id"}
+UNUSED |= {"eos_token_id", "pad_token_id", "base_model_name_or_path", "use_sliding_window", "embed_requires_grad"}
+UNUSED |= {"algorithm", "default_proposal_method", "verifier", "speculators_version", "confidence_head_with_markov"}
+UNUSED |= {"top_k_tokens_per_head", "n_candidates", "num_anchors", "draft_num_hidden_layers", "attention_dropout"}
+UNUSED |= {"initializer_range", *PARTS}
+"""Keys that change no number of a drafter, besides those of every transformers config."""
+MOST_NAMED = 12
+
+
+def unknown_keys(config: Mapping[str, Any], read: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the keys of a config.json that are neither in `read` nor known to transformers; the first `MOST_NAMED`.
+
+    transformers knows the keys of every config, and those of the model type that is named.
+    """
+    known = {*read, *UNUSED, *ROTATION, *PreTrainedConfig().to_dict(), *GenerationConfig().to_dict()}
+    names: list[str] = []
+    for name in ("", *PARTS):
+        part = config if not name else config.get(name)
+        kind = part.get("model_type", "llama") if isinstance(part, dict) else None
+        own = CONFIG_MAPPING[kind]() if isinstance(kind, str) and kind in CONFIG_MAPPING else PreTrainedConfig()
+        keys = known | {*own.to_dict(), *own.attribute_map}
+        names += [f"{name}.{key}".strip(".") for key in (part if isinstance(part, dict) else ()) if key not in keys]
+    rest = [] if len(names) <= MOST_NAMED else [f"{len(names) - MOST_NAMED} others"]
+    return (*names[:MOST_NAMED], *rest)
 
 
 @dataclass
@@ -39,7 +89,7 @@ class Published:
     """A folder with a recognised layout, and the target that the drafter must fit, with its text config."""
 
     folder: Path
-    config: dict[str, Any]
+    config: Recorded
     tensors: dict[str, Tensor]
     """The tensors that have not been read yet."""
     target: PreTrainedModel
@@ -60,12 +110,16 @@ class Published:
             raise self.refusal(f"{key}={value!r} in config.json", expected)
         return value
 
-    def part(self, key: str) -> dict[str, Any]:
+    def part(self, key: str) -> Recorded:
         """Return a mapping in config.json; empty where the key is missing."""
         part = self.config.get(key) or {}
         if not isinstance(part, dict):
             raise self.refusal(f"{key}={part!r} in config.json", "a mapping")
-        return part
+        return self.merged(part)
+
+    def merged(self, *parts: Mapping[str, Any]) -> Recorded:
+        """Return mappings of config.json as one, in which later ones win."""
+        return Recorded({key: value for part in parts for key, value in part.items()}, self.config.read)
 
     def layers(self, key: str, ids: Any, shift: int = 0) -> tuple[int, ...]:
         """Return layers as counted in `Needs.layers`, which is `shift` more than in the layout."""
@@ -89,6 +143,7 @@ class Published:
             first: prefix of the first layer's tensors.
             changes: values that replace stored ones.
         """
+        self.config.read.update(KEPT, WINDOWS)
         kind = self.allow("model_type", fields.get("model_type", "llama"), LLAMA_LIKE)
         scaling = fields.get("rope_scaling") or fields.get("rope_parameters")
         if isinstance(scaling, dict) and "mrope" in (scaling.get("type"), scaling.get("rope_type")):

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.formats import blocks, eagle, heads, speculators
-from draftsmith.heads.formats.published import LARGE, Published, read_tensors
+from draftsmith.heads.formats.published import LARGE, Published, Recorded, read_tensors, unknown_keys
 from draftsmith.heads.model_config import text_config
 
 Reader = Callable[[Published], TrainableDrafter]
@@ -50,7 +50,7 @@ def read_published(folder: Path, config: dict[str, Any], target: PreTrainedModel
     Raises:
         ConfigError: for a drafter that does not fit `target` or that has an unsupported option.
     """
-    published = Published(folder, config, {}, target, text_config(target))
+    published = Published(folder, Recorded(config), {}, target, text_config(target))
     read = _reader(published)
     if read is None:
         return None
@@ -61,6 +61,7 @@ def read_published(folder: Path, config: dict[str, Any], target: PreTrainedModel
     with torch.no_grad():
         drafter = read(published)
     drafter.draft_length_hint = published.draft_length(drafter.max_draft_length or LARGE)
+    drafter.unread_keys = unknown_keys(config, published.config.read)
     if "speculators_model_type" in config:
         drafter.shared_tensors = tuple(sorted(published.shared))
     return drafter

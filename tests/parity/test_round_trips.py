@@ -264,6 +264,7 @@ def ours(folder: Folder, target: LlamaForCausalLM, tmp_path: Path) -> TrainableD
     """Their folder, read, saved as a checkpoint and loaded again."""
     config, tensors = folder
     drafter = load_drafter(written(tmp_path / "theirs", config, tensors), target)
+    assert drafter.unread_keys == (), "every key of the layout is known"
     assert isinstance(drafter, TrainableDrafter)
     made_for = describe_target(target, None, "tiny")
     save_drafter(drafter, tmp_path / "ours", target=made_for, recipe=None, draft_length=3)

@@ -20,7 +20,7 @@ from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.eval.teacher_forced import sample_texts
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import TrainableDrafter
-from draftsmith.hub.conventions import PROMPTS, Reading, readings_of, self_test_lines
+from draftsmith.hub.conventions import PROMPTS, Reading, prompts_of, readings_of, self_test_lines
 from draftsmith.hub.export import export_drafter
 from draftsmith.train.step import AgreementStep, Last, collate
 
@@ -52,11 +52,6 @@ def fitted(kind: str) -> tuple[LlamaForCausalLM, TrainableDrafter]:
     return target, drafter.eval()
 
 
-def rotate(config: dict[str, Any], theta: float) -> None:
-    layer = config["transformer_layer_config"]
-    layer |= {"rope_theta": theta, "rope_parameters": layer["rope_parameters"] | {"rope_theta": theta}}
-
-
 CASES: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
     "first position": (
         "dflash",
@@ -83,7 +78,6 @@ CASES: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
         lambda config: config.update(eagle_aux_hidden_state_layer_ids=[3, 2, 1]),
         "layer ids in reverse",
     ),
-    "rotary base": (THREE, lambda config: rotate(config, 30.0), "rope_theta=10000, the target's"),
     "states that are fed back": (THREE, lambda config: config.update(norm_output=True), "norm_output=False"),
 }
 
@@ -95,35 +89,52 @@ def test_the_right_convention_is_found(name: str, tmp_path: Path, tiny_tokenizer
     target, fit = fitted(kind)
     folder = export_drafter(fit, target, "vllm", tmp_path / "theirs", target_name="tiny").folder
     drafter = load_drafter(folder, target)
-    right, *others = readings_of(target, drafter, tiny_tokenizer)
+    prompts, _ = prompts_of(None, tiny_tokenizer, None)
+    right, *others = readings_of(target, drafter, prompts)
     assert not any(reading.better for reading in others), others
     config = json.loads((folder / "config.json").read_text())
     change(config)
     (folder / "config.json").write_text(json.dumps(config))
     drafter = load_drafter(folder, target)
-    wrong, *others = readings_of(target, drafter, tiny_tokenizer)
+    assert not any(reading.better for reading in readings_of(target, drafter, prompts[:5])), "of too few texts"
+    wrong, *others = readings_of(target, drafter, prompts)
     found = {reading.convention: reading for reading in others}
     assert found[convention].better, found
     shared = len(right.alphas)  # with the first position, a block proposes one token more
     assert found[convention].alphas[:shared] == pytest.approx(right.alphas)
     _, line = self_test_lines([wrong, *others])
-    assert f"with {convention}: config.json may mean" in line, "the best of those that are better"
-    again = readings_of(target, drafter, tiny_tokenizer)[0]
+    assert f"with {convention}, a gain of 0." in line, "the best of those that are better"
+    again = readings_of(target, drafter, prompts)[0]
     assert again.alphas == pytest.approx(wrong.alphas), "the drafter is left as it was"
+
+
+def test_the_prompts_go_through_the_chat_template(tmp_path: Path) -> None:
+    """Also those of a file; without a template, texts are continued."""
+    tokenizer, file = make_tokenizer(), tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"turns": [f"question {number}"]}) + "\n" for number in range(40)))
+    assert prompts_of(None, tokenizer, None)[0] == [tokenizer(text)["input_ids"] for text in PROMPTS]
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}a:"
+    asked = [tokenizer(f"<user>{text}a:", add_special_tokens=False)["input_ids"] for text in PROMPTS]
+    assert prompts_of(None, tokenizer, None)[0] == asked
+    of_file, _ = prompts_of(str(file), tokenizer, None)
+    assert of_file == [
+        tokenizer(f"<user>question {number}a:", add_special_tokens=False)["input_ids"] for number in range(32)
+    ]
 
 
 def test_an_alpha_far_below_that_of_such_drafters() -> None:
     """As that of a shifted lm_head, which no convention explains."""
-    own, other = Reading("as read", (0.085, 0.091), 300, False), Reading("another", (0.084, 0.09), 300, False)
+    own, other = Reading("as read", (0.085, 0.091), 300, 8), Reading("another", (0.084, 0.09), 300, 8, -0.001, 0.01)
     first, line = self_test_lines([own, other])
-    assert first == "self-test: alpha 0.085 at the first draft position and 0.091 at position 2, 300 tokens"
+    assert first == "self-test: alpha 0.085 at the first draft position and 0.091 at position 2, 300 tokens of 8 texts"
     assert line.startswith("warning: alpha 0.085 is far below that of published drafters (at least 0.25), and no")
     assert len(self_test_lines([replace(own, alphas=(0.3, 0.2)), other])) == 1
-    best, second = (Reading(name, alphas, 300, True) for name, alphas in (("best", (0.5, 0.4)), ("next", (0.5, 0.3))))
-    _, line = self_test_lines([own, second, best])
-    assert line.startswith(
-        "warning: alpha would be 0.500 at the first draft position and 0.400 at position 2 with best:"
-    )
+    named = (("best", (0.5, 0.4)), ("next", (0.5, 0.3)))
+    best, second = (Reading(name, alphas, 300, 8, sum(alphas) / 2 - 0.088, 0.3) for name, alphas in named)
+    unsure = Reading("unsure", (0.6, 0.5), 300, 8, 0.46, 0.47)
+    _, line = self_test_lines([own, second, best, unsure])
+    said = "warning: alpha would be 0.500 at the first draft position and 0.400 at position 2 with best, a gain of "
+    assert line.startswith(f"{said}0.362 ± 0.300:")
     assert self_test_lines([]) == []
 
 
@@ -132,6 +143,6 @@ def test_short_contexts_limit_the_texts(context: int, tokens: int, tiny_tokenize
     """Prompts of 16 to 36 tokens; an import does not fail for want of room."""
     target = make_llama(max_position_embeddings=context, eos_token_id=None).requires_grad_(False)
     drafter = HEADS["eagle3"].from_target(target, layers=[1])
-    found = readings_of(target, drafter, tiny_tokenizer)
+    found = readings_of(target, drafter, prompts_of(None, tiny_tokenizer, None)[0])
     assert bool(found) == (tokens > 0)
     assert all(reading.tokens >= tokens for reading in found)
