@@ -139,12 +139,12 @@ def readings_of(target: PreTrainedModel, drafter: TrainableDrafter, prompts: Seq
     found = [Reading("as read", _means(own), **size)]
     for change in changes:
         changed = compared.under(change)
-        gain, error = _gain([np.nanmean(after - before, 1) for before, after in zip(own, changed, strict=True)])
+        gain, error = mean_of_texts([np.nanmean(after - before, 1) for before, after in zip(own, changed, strict=True)])
         found.append(Reading(change.convention, _means(changed), **size, gain=gain, interval=ERRORS * error))
     return found
 
 
-def _gain(gains: Sequence[NDArray]) -> tuple[float, float]:
+def mean_of_texts(gains: Sequence[NDArray]) -> tuple[float, float]:
     """Return the mean of the gains of all texts' positions, and its standard error: texts are independent, positions
     of a text are not (Cochran 1977, section 6.3)."""
     sums_U, sizes_U = (np.array([of(gains_A) for gains_A in gains]) for of in (np.sum, len))

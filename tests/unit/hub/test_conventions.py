@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import make_llama, make_tokenizer, mostly_slow
@@ -20,7 +21,7 @@ from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.eval.teacher_forced import sample_texts
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import TrainableDrafter
-from draftsmith.hub.conventions import PROMPTS, Reading, prompts_of, readings_of, self_test_lines
+from draftsmith.hub.conventions import PROMPTS, Reading, mean_of_texts, prompts_of, readings_of, self_test_lines
 from draftsmith.hub.export import export_drafter
 from draftsmith.train.step import AgreementStep, Last, collate
 
@@ -120,6 +121,14 @@ def test_the_prompts_go_through_the_chat_template(tmp_path: Path) -> None:
     assert of_file == [
         tokenizer(f"<user>question {number}a:", add_special_tokens=False)["input_ids"] for number in range(32)
     ]
+
+
+def test_positions_of_a_text_are_not_independent() -> None:
+    """Equal ones count as one: the standard error of six numbers, and no interval for five."""
+    values = [0.0, 0.1, 0.2, 0.3, 0.4, 0.8]
+    mean, error = mean_of_texts([np.full(10, value) for value in values])
+    assert (mean, error) == pytest.approx((0.3, np.std(values, ddof=1) / 6**0.5))
+    assert mean_of_texts([np.ones(10)] * 5) == (1.0, float("inf"))
 
 
 def test_an_alpha_far_below_that_of_such_drafters() -> None:
