@@ -66,19 +66,23 @@ class Locks:
         """Hold all locks.
 
         Raises:
-            ConfigError: in a callback of a call with the same drafter or owner, which would lose its state.
+            ConfigError: see `check`.
         """
+        self.check()
+        with ExitStack() as stack:
+            for state in sorted((state for _, state in self._states), key=id):
+                stack.enter_context(state.held())
+            stack.enter_context(self.running())
+            yield
+
+    def check(self) -> None:
+        """Raise a ConfigError in a callback of a call with the same drafter or owner, which would lose its state."""
         for name, state in self._states:
             if state.is_own:
                 raise ConfigError(
                     f"a callback uses the {name} of the call that it belongs to; expected a decoder with a drafter of "
                     "its own, or a call after this one"
                 )
-        with ExitStack() as stack:
-            for state in sorted((state for _, state in self._states), key=id):
-                stack.enter_context(state.held())
-            stack.enter_context(self.running())
-            yield
 
     @contextmanager
     def running(self) -> Iterator[None]:

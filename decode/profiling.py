@@ -76,6 +76,7 @@ def measure_costs(
     require_in_memory(target)
     while isinstance(drafter, Hybrid):  # copies cost only the target's pass
         drafter = drafter.drafter
+    Locks(target, drafter).check()  # before passes are timed, for seconds
     if not quick:
         verify = verify or {1: _curve(target, compile, text)}
     if drafter is None or drafter.only_retrieves:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.distill.detokenize import IncrementalText
+from draftsmith.eval.baseline import SLOWER_THAN_GENERATE
 from draftsmith.eval.harness import CALIBRATION, EvaluationRun
 from draftsmith.eval.journal import ACCEPTED, BONUS, CORRECTION, JOURNAL, KEPT, OWN, Cell, Journal, TextRecord, begun
 from draftsmith.eval.prompts import OVERALL, Prompt, PromptRows
@@ -154,8 +155,6 @@ def _rows(run: EvaluationRun, arm: Variant, decoder: SpeculativeDecoder) -> list
 
 REPETITIVE = 0.3
 """Share of repeated 4-grams above which a report warns; source code has about 0.05."""
-SLOWER_THAN_GENERATE = 0.95
-"""A guard is reported where the whole interval of our tokens per second / transformers' is below this."""
 ROUNDING = 1e-4
 """Amount by which a mean of float32 sums may leave [0, 1]."""
 ENOUGH, FALL = 50, 0.85

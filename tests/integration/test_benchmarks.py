@@ -35,6 +35,7 @@ def output_of(script: str, arguments: str, monkeypatch: pytest.MonkeyPatch, caps
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The drafter's acceptance is the one that was asked for, and some of its tokens are accepted."""
     sizes = (

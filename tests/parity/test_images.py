@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from conftest import mostly_slow
 from drawn_tree import ChosenTree, widths_shape
 from targets.outcome import NoisyReference
 from torch import Tensor
@@ -86,10 +85,13 @@ def test_drafters_on_prompts_with_images(family: str, kind: str) -> None:
     assert together(decoder, asked) == texts
 
 
-@pytest.mark.parametrize("family", mostly_slow(FAMILIES, "qwen3_vl"))
-def test_compiled_passes_after_images(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traced by torch, and run as they are: passes over drafts, and of a drafter that reads the prompt's states."""
-    monkeypatch.setitem(graphs.OPTIONS, "cpu", {"backend": "eager"})
+@pytest.mark.parametrize(
+    ("family", "traced"),
+    [("qwen3_vl", False), *(pytest.param(name, True, marks=pytest.mark.slow) for name in FAMILIES)],
+)
+def test_compiled_passes_after_images(family: str, traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run as they are, or as torch traces them: over drafts, and of a drafter that reads the prompt's states."""
+    monkeypatch.setitem(graphs.OPTIONS, "cpu", {"backend": "eager"} if traced else {"disable": True})
     model, asked = build(family, SEED.get(family, 0)), prompts(family)
     texts = [generated(model, one) for one in asked]
     known = {tuple(one.ids): text for one, text in zip(asked, texts, strict=True)}

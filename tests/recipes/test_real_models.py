@@ -118,7 +118,8 @@ def test_a_header_is_what_is_computed(name: str, monkeypatch: pytest.MonkeyPatch
     sys.modules.pop("recipe_costs")
 
 
-@pytest.mark.parametrize("name", ["eagle3_32k", pytest.param("eagle3_128k", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eagle3_32k", "eagle3_128k"])
 def test_long_texts_fit_eight_accelerators(name: str) -> None:
     recipe = load_recipe(f"llama3.1-8b/{name}")
     config = AutoConfig.for_model(**SHAPES[recipe.target.model])
@@ -127,6 +128,7 @@ def test_long_texts_fit_eight_accelerators(name: str) -> None:
     assert recipe.data.prompt_tokens + recipe.data.response_tokens <= config.max_position_embeddings
 
 
+@pytest.mark.slow
 def test_blocks_at_many_anchors_fit_an_accelerator() -> None:
     """512 blocks of 16 positions a text, for a target of 8B on one process."""
     recipe = load_recipe("dflash/any_prompts", ["target.dtype=bfloat16"])

@@ -28,7 +28,7 @@ EMBEDDED = [name for name, one in RECIPES.items() if one.target.model == "embedd
 """tests/integration/test_distillation.py has the recipe that starts from a drafter."""
 SECOND = {name for name in EMBEDDED if name.endswith("/any_prompts")} - {"draft_model/any_prompts"}
 """Recipes with the drafter of another one."""
-ESTIMATED = ("quickstart/mtp", "dspark/embedded", "medusa2/embedded")
+ESTIMATED = ("dspark/embedded", "medusa2/embedded")
 """Recipes whose runs estimate their memory in `make test`."""
 RUNS = [
     *((name, name in ESTIMATED) for name in EMBEDDED if name not in SECOND),

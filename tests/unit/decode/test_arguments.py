@@ -199,8 +199,14 @@ def in_place(model: LlamaForCausalLM) -> Any:
     return model
 
 
-@pytest.mark.parametrize("on", [False, True])
-@pytest.mark.parametrize("compile_it", [as_module, as_forward, in_place])
+OTHERS = [(as_module, True), (as_forward, False), (in_place, False)]
+
+
+@pytest.mark.parametrize(
+    ("compile_it", "on"),
+    [(as_module, False), (as_forward, True), (in_place, True)]
+    + [pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS],
+)
 def test_a_compiled_target_is_run_as_it_is(
     compile_it: Callable[[LlamaForCausalLM], Any], on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,8 +122,12 @@ def gpt2() -> GPT2LMHeadModel:
     return model
 
 
-@pytest.mark.parametrize("model", [mistral, pytest.param(gpt2, marks=pytest.mark.slow)])
-def test_windows_and_the_end_of_the_context(traced: None, model: Callable[[], torch.nn.Module]) -> None:
+@pytest.mark.parametrize("model", [mistral, gpt2])
+@pytest.mark.parametrize("passes", mostly_slow(["untraced", "traced"], "untraced"))
+def test_windows_and_the_end_of_the_context(
+    model: Callable[[], torch.nn.Module], passes: str, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue(passes)
     target = model()
     drafter = DraftModel(model())
     for policy in ("chain:draft_length=3", "best-first:size=9,depth=3"):

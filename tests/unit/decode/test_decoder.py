@@ -48,8 +48,8 @@ def test_nothing_follows_an_eos(tiny_target: LlamaForCausalLM) -> None:
     # The drafter is the target, so every draft is accepted and an EOS is often inside a draft.
     decoder = SpeculativeDecoder(tiny_target, DraftModel(make_llama()), draft_length=5)
     inside = 0
-    for seed in range(40):
-        out = decoder.generate(PROMPT, temperature=1.5, seed=seed, eos_token_id=[1, 7, 8], max_new_tokens=100)
+    settings = {"temperature": 1.5, "eos_token_id": [1, 7, 8], "max_new_tokens": 100}
+    for out in decoder.generate_batch([PROMPT] * 40, seeds=range(40), **settings):
         assert all(token not in (1, 7, 8) for token in out.tokens[:-1])
         if out.stopped_by == "eos":
             assert out.tokens[-1] in (1, 7, 8)

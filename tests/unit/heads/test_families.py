@@ -207,7 +207,10 @@ def test_the_text_is_the_targets_own(name: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["medusa", "eagle3", "mtp", "peagle", "dflash", "dspark"])
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(["medusa", "eagle3", "mtp", "peagle", "dflash", "dspark"], "medusa", "eagle3", "peagle", "dspark"),
+)
 def test_beside_retrieval(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds in which the drafter is not asked: it catches up on tokens and features, and keeps to its own reach.
 
