@@ -484,8 +484,8 @@ def test_a_text_alone_is_lossless(kind: str, policy: Policy) -> None:
     assert _llama_gap(kind, policy, at_once=1) < EXACT_ENOUGH
 
 
-@pytest.mark.parametrize(("policy", "at_once"), [(Chain(2), 1), (DRAWN_TREES[0], TOGETHER)], ids=str)
-def test_a_soft_capped_target_and_a_draft_model_of_its_layers(policy: Policy, at_once: int) -> None:
+@pytest.mark.parametrize("policy", [Chain(2), DRAWN_TREES[0]], ids=str)
+def test_a_soft_capped_target_and_a_draft_model_of_its_layers(policy: Policy) -> None:
     """Gemma 2 supports eager attention only; caps this low change most probabilities."""
     sizes = {**TINY, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "num_hidden_layers": 2}
     caps = {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 4}
@@ -494,7 +494,7 @@ def test_a_soft_capped_target_and_a_draft_model_of_its_layers(policy: Policy, at
     drafter = DraftModel.from_target(target, init="target_layers").double().eval()
     stored = DraftModel.from_config(drafter.model.config.to_dict())
     assert [made.model.config._attn_implementation for made in (drafter, stored)] == ["eager", "eager"]
-    assert total_variation(_decoded(target, drafter, policy, at_once), _alone(target)) < EXACT_ENOUGH
+    assert total_variation(_decoded(target, drafter, policy, TOGETHER), _alone(target)) < EXACT_ENOUGH
 
 
 @pytest.mark.parametrize("at_once", [1, TOGETHER])

@@ -149,12 +149,15 @@ def test_a_callback_that_uses_its_own_drafter_is_refused(
 ) -> None:
     drafter = draft_model()
     decoder = SpeculativeDecoder(tiny_target, drafter)
-    alone, refused = decode(decoder, PROMPT), []
+    alone, refused, passes = decode(decoder, PROMPT), [], []
+    tiny_target.model.layers[0].register_forward_hook(lambda *_: passes.append(1))
 
     def run(*given: Any) -> Any:
         inner = decoder if kind == "decoder" else SpeculativeDecoder(tiny_target, Hybrid(drafter))
+        before = len(passes)
         with pytest.raises(ConfigError, match=f"a callback uses the {'decoder' if kind == 'decoder' else ''}") as error:
             measure_costs(tiny_target, drafter) if kind == "costs" else decode(inner, OTHER)
+        assert len(passes) == before, "before any pass, which takes long for a large target"
         refused.append(error)
         return given[1] if callback == "logits_processor" else False
 

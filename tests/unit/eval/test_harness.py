@@ -129,6 +129,7 @@ def test_the_baseline_is_compared_with_generate_on_the_same_tokens(
     Six texts, after one to warm up, are enough where all of their ratios are on one side of the limit.
     """
     monkeypatch.setattr("draftsmith.eval.baseline.TOKENS", 40)
+    monkeypatch.setattr("draftsmith.eval.baseline.PAIRS", 12)
     monkeypatch.setattr("draftsmith.eval.baseline.SLOWER_THAN_GENERATE", 0.0)
     asked, generate = [], tiny_target.generate
     monkeypatch.setattr(tiny_target, "generate", lambda *ids, **more: asked.append(ids) or generate(*ids, **more))
