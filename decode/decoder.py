@@ -92,7 +92,7 @@ class SpeculativeDecoder:
         with self._locks.running():
             models = capabilities(target, drafter)
             if invariant:
-                require_invariant(target, models[0], compile=compile)
+                require_invariant(target, ragged=not models[0].no_ragged, compile=compile)
                 models[0] = replace(models[0], no_trees=CHAINS_ONLY, no_ragged=CHAINS_ONLY)
         self._capability = models[0]
         if compile:

@@ -56,7 +56,7 @@ they are trained for."""
 
 
 @dataclass(frozen=True)
-class Reading:
+class ConventionAlpha:
     """Alpha under one convention."""
 
     convention: str
@@ -115,7 +115,9 @@ def prompts_of(
     return [prompt.input_ids for prompt in prompts], notes
 
 
-def readings_of(target: PreTrainedModel, drafter: TrainableDrafter, prompts: Sequence[list[int]]) -> list[Reading]:
+def readings_of(
+    target: PreTrainedModel, drafter: TrainableDrafter, prompts: Sequence[list[int]]
+) -> list[ConventionAlpha]:
     """Return the reading of `drafter` as it is, then those of the conventions nearest to its own.
 
     None are returned where no text has room for a draft: the contexts are too short, or the target ends at once.
@@ -136,11 +138,11 @@ def readings_of(target: PreTrainedModel, drafter: TrainableDrafter, prompts: Seq
     compared = _Alphas(target, drafter, texts, [change.layers for change in changes])
     own = compared.under(Change("as read", drafter.needs.layers))
     size = {"tokens": sum(map(len, own)), "texts": len(own)}
-    found = [Reading("as read", _means(own), **size)]
+    found = [ConventionAlpha("as read", _means(own), **size)]
     for change in changes:
         changed = compared.under(change)
         gain, error = mean_of_texts([np.nanmean(after - before, 1) for before, after in zip(own, changed, strict=True)])
-        found.append(Reading(change.convention, _means(changed), **size, gain=gain, interval=ERRORS * error))
+        found.append(ConventionAlpha(change.convention, _means(changed), **size, gain=gain, interval=ERRORS * error))
     return found
 
 
@@ -155,7 +157,7 @@ def mean_of_texts(gains: Sequence[NDArray]) -> tuple[float, float]:
     return float(mean), float(spread**0.5 / sizes_U.sum())
 
 
-def self_test_lines(readings: Sequence[Reading]) -> list[str]:
+def self_test_lines(readings: Sequence[ConventionAlpha]) -> list[str]:
     """Return the lines that say what the self-test found: alpha, a better convention, an alpha that is too low."""
     if not readings:
         return []

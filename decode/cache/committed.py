@@ -8,7 +8,7 @@ the target are kept from the pass that reads the tokens until the drafter takes 
 """
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,17 @@ from draftsmith.heads.rows import Counts, Rows, rows_of
 
 SPARE = 64
 """Slots that are allocated in addition to the tokens."""
+
+
+class CommittedText(Protocol):
+    """A text as processors read it."""
+
+    tokens: list[int]
+    """The committed tokens."""
+    padding: list[int]
+    """Before them, on the left of the prompt in a batch."""
+    number: int
+    """Index of the text in its batch."""
 
 
 class CommittedTokens:

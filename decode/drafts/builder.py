@@ -1,19 +1,15 @@
 """The draft of one text while it is built: policies add tokens to it and drafters read it."""
 
 from collections.abc import Generator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from draftsmith.decode.cache.committed import CommittedTokens, Contexts
+from draftsmith.decode.cache.committed import CommittedText, CommittedTokens, Contexts
 from draftsmith.decode.drafts.drawing import Drawing
 from draftsmith.decode.policies.requests import Look, Request
 from draftsmith.decode.sampling import Processors
 from draftsmith.heads.draft_tree import ROOT, Draft
-
-if TYPE_CHECKING:
-    from draftsmith.decode.sequence import DecodeSequence
 
 # Shapes: n nodes of one text, m nodes of several texts, V vocabulary of the target.
 
@@ -26,7 +22,7 @@ class DraftBuilder:
 
     def __init__(
         self,
-        sequence: "DecodeSequence",
+        sequence: CommittedText,
         room: int,
         processors: Processors,
         shared: tuple[int, int] | None = None,

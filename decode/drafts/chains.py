@@ -8,12 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftsmith.decode.cache.committed import CommittedTokens, Contexts
+from draftsmith.decode.cache.committed import CommittedText, CommittedTokens, Contexts
 from draftsmith.decode.drafts.batch import DraftBatch
 from draftsmith.decode.drafts.builder import fitted
 from draftsmith.decode.draws import Draws
 from draftsmith.decode.sampling import Processors, precise
-from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.heads.base import Drafter, Level
 from draftsmith.heads.rows import Counts
 
@@ -24,7 +23,7 @@ def chains(
     drafter: Drafter,
     processors: Processors,
     shared: tuple[int, int] | None,
-    texts: Sequence[DecodeSequence],
+    texts: Sequence[CommittedText],
     rooms: Sequence[int],
     length: int,
     draws: Draws | None,

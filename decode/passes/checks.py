@@ -7,7 +7,7 @@ continue.
 import inspect
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,9 +23,6 @@ from draftsmith.heads.draft_tree import chain_parents
 from draftsmith.heads.hidden_states import ProcessorInputs, extended, inputs_for
 from draftsmith.heads.lm_head import evaluating
 from draftsmith.heads.model_config import EXPERTS, context_limit, text_config, uncompiled
-
-if TYPE_CHECKING:
-    from draftsmith.decode.passes.capability import Capability
 
 # Shapes: B texts, T positions, Q tokens of a chain, V vocabulary.
 
@@ -195,18 +192,22 @@ CHAINS_ONLY = "invariant=True computes the tokens of a branch in another order"
 _MEASURED: "WeakKeyDictionary[PreTrainedModel, bool]" = WeakKeyDictionary()
 
 
-def require_invariant(model: PreTrainedModel, capability: "Capability", *, compile: bool) -> None:
-    """Raise ConfigError unless the logits of a token are equal at every place of a pass; measured once a model."""
+def require_invariant(model: PreTrainedModel, *, ragged: bool, compile: bool) -> None:
+    """Raise ConfigError unless the logits of a token are equal at every place of a pass; measured once a model.
+
+    `ragged`: whether texts of different lengths share its passes.
+    """
+    kind = model.config.model_type
     if compile:
         raise ConfigError("invariant=True with compile=True, whose kernels depend on the text's length; expected one")
     if any(getattr(text_config(model), name, None) for name in EXPERTS):
         raise ConfigError(
-            f"invariant=True with model_type={capability.kind!r}, whose experts read as many tokens as are routed to "
+            f"invariant=True with model_type={kind!r}, whose experts read as many tokens as are routed to "
             "them; expected invariant=False"
         )
-    if model.config.is_encoder_decoder or capability.no_ragged or is_recurrent(model):
+    if model.config.is_encoder_decoder or not ragged or is_recurrent(model):
         raise ConfigError(
-            f"invariant=True with model_type={capability.kind!r}; expected a decoder-only target with attention layers"
+            f"invariant=True with model_type={kind!r}; expected a decoder-only target with attention layers"
         )
     if model not in _MEASURED:
         with evaluating(model), uncompiled(model):
@@ -215,7 +216,7 @@ def require_invariant(model: PreTrainedModel, capability: "Capability", *, compi
         parameter = next(model.parameters())
         dtype = str(parameter.dtype).removeprefix("torch.")
         raise ConfigError(
-            f"invariant=True with model_type={capability.kind!r} in {dtype} on {parameter.device.type}: the logits of "
+            f"invariant=True with model_type={kind!r} in {dtype} on {parameter.device.type}: the logits of "
             "a token depend on its place in a pass; expected invariant=False"
         )
 

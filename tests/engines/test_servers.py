@@ -94,8 +94,10 @@ def _vllm(workshop: Workshop, kind: str) -> Plan:
     python = os.environ.get("VLLM_PYTHON")
     if python is None:
         pytest.skip("VLLM_PYTHON is not set; expected the Python that has vLLM")
-    pair, target = workshop.pair(kind), str(embedded_target())
-    words = _words(pair.exported("vllm", target=target).usage)
+    pair = workshop.pair(kind)  # whose target is a GGUF file, which vLLM cannot serve with a drafter
+    words = _words(pair.exported("vllm").usage)
+    target = words[2]
+    assert Path(target).is_dir(), f"{target}: expected the folder of the dequantized target"
     binary = str(Path(python).with_name("vllm"))
     alone = [binary, *words[1 : words.index("--speculative-config")]]
     return Plan(pair, target, target, [binary, *words[1:], *EXACT], [*alone, *EXACT])

@@ -21,7 +21,7 @@ from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.eval.teacher_forced import sample_texts
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import TrainableDrafter
-from draftsmith.hub.conventions import PROMPTS, Reading, mean_of_texts, prompts_of, readings_of, self_test_lines
+from draftsmith.hub.conventions import PROMPTS, ConventionAlpha, mean_of_texts, prompts_of, readings_of, self_test_lines
 from draftsmith.hub.export import export_drafter
 from draftsmith.train.step import AgreementStep, Last, collate
 
@@ -133,14 +133,17 @@ def test_positions_of_a_text_are_not_independent() -> None:
 
 def test_an_alpha_far_below_that_of_such_drafters() -> None:
     """As that of a shifted lm_head, which no convention explains."""
-    own, other = Reading("as read", (0.085, 0.091), 300, 8), Reading("another", (0.084, 0.09), 300, 8, -0.001, 0.01)
+    own, other = (
+        ConventionAlpha("as read", (0.085, 0.091), 300, 8),
+        ConventionAlpha("another", (0.084, 0.09), 300, 8, -0.001, 0.01),
+    )
     first, line = self_test_lines([own, other])
     assert first == "self-test: alpha 0.085 at the first draft position and 0.091 at position 2, 300 tokens of 8 texts"
     assert line.startswith("warning: alpha 0.085 is far below that of published drafters (at least 0.25), and no")
     assert len(self_test_lines([replace(own, alphas=(0.3, 0.2)), other])) == 1
     named = (("best", (0.5, 0.4)), ("next", (0.5, 0.3)))
-    best, second = (Reading(name, alphas, 300, 8, sum(alphas) / 2 - 0.088, 0.3) for name, alphas in named)
-    unsure = Reading("unsure", (0.6, 0.5), 300, 8, 0.46, 0.47)
+    best, second = (ConventionAlpha(name, alphas, 300, 8, sum(alphas) / 2 - 0.088, 0.3) for name, alphas in named)
+    unsure = ConventionAlpha("unsure", (0.6, 0.5), 300, 8, 0.46, 0.47)
     _, line = self_test_lines([own, second, best, unsure])
     said = "warning: alpha would be 0.500 at the first draft position and 0.400 at position 2 with best, a gain of "
     assert line.startswith(f"{said}0.362 ± 0.300:")
