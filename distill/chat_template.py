@@ -40,6 +40,8 @@ CHARACTERS = 128
 """Characters per token, more than the average of any text: a longer text exceeds a limit in tokens for certain."""
 Span = list[int]
 """[start, end) of tokens to train on; the token before `start` is only read."""
+EVERYTHING = [0, 2**31 - 1]
+"""The span of all tokens of a text, and of what is appended to it."""
 
 
 class TooLongText(ConfigError):
@@ -246,6 +248,29 @@ class Chat:
             return [self._first_answer(whole)] if whole.answers[0] in whole.trained else []
         marked = self._marked(whole) if GENERATION.search(str(self.tokenizer.chat_template)) else None
         return self._turn_by_turn(whole) if marked is None else [marked] if marked.spans else []
+
+    def marked_spans(self, whole: Conversation, ids: list[int], count: int) -> list[Span]:
+        """Return the spans of those of the first `count` messages that the data marks as not trained, in a sample.
+
+        Everything where the template does not show these messages one after the other.
+        """
+        spans: list[Span] = []
+        for place in sorted(place for place in whole.marked if place < count):
+            try:
+                before, after = self._shown(whole, place), self._shown(whole, place + 1)
+            except ConfigError:
+                return [EVERYTHING]
+            if len(before) >= len(ids) and before[: len(ids)] == ids:
+                break  # the sample ends before
+            if ids[: len(after)] != after or after[: len(before)] != before:
+                return [EVERYTHING]
+            spans.append([len(before), len(after)])
+        return spans
+
+    def _shown(self, whole: Conversation, count: int) -> list[int]:
+        """Return the tokens of the first messages."""
+        shown = self._render(whole.messages[:count], whole, opened=False) if count else ""
+        return self._ids(shown, whole.place, add_special_tokens=False)
 
     def _text(self, whole: Conversation, prompt_tokens: int) -> EncodedText:
         if not whole.whole:

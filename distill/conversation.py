@@ -50,8 +50,8 @@ class Conversation:
     """Fingerprint of the tokenizer that `input_ids` belong to."""
     prompt: int = 0
     """Length of the list in `prompt`, which is the first question with all answers in it; 0 for other rows."""
-    context: frozenset[int] = frozenset()
-    """Places of the answers that the data marks as not trained."""
+    marked: frozenset[int] = frozenset()
+    """Places of the messages that the data marks as not trained."""
 
     @property
     def answers(self) -> list[int]:
@@ -62,7 +62,7 @@ class Conversation:
     @property
     def trained(self) -> list[int]:
         """Places of the answers that are trained."""
-        return [place for place in self.answers if place not in self.context]
+        return [place for place in self.answers if place not in self.marked]
 
     @property
     def turns(self) -> list[list[Message]]:
@@ -135,9 +135,9 @@ def conversation(place: str, row: dict[str, Any], images: Path | None = None) ->
             messages = messages if ended else [*messages, *answer[repeated:]]
         elif answer is not None and (prompt or messages[-1]["role"] != ASSISTANT):
             messages = [*messages, {"role": ASSISTANT, "content": answer}]
-        context = frozenset(place for place, message in enumerate(messages) if message.get(CONTEXT) and place >= prompt)
+        marked = frozenset(place for place, message in enumerate(messages) if message.get(CONTEXT))
         messages = [{key: value for key, value in message.items() if key != CONTEXT} for message in messages]
-        return Conversation(place, messages, tools=tools, prompt=prompt, context=context, **kept)
+        return Conversation(place, messages, tools=tools, prompt=prompt, marked=marked, **kept)
     text = _asked_text(row)
     if not text and {"input_ids", "loss_mask"} <= row.keys():
         ids, mask = row["input_ids"], row["loss_mask"]

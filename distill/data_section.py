@@ -86,6 +86,9 @@ class DataSection(Section):
     counted."""
     turns: Literal["first", "all"] = "first"
     """Turns of a conversation that the target answers; with 'all', each turn follows the target's own answers."""
+    train_on: Literal["answers", "all"] = "answers"
+    """'all' also trains at the positions of prompts, whose states are computed or cached anyway; messages that the data
+    marks as not trained and tokens of images stay untrained. Sampled answers and cached states stay valid."""
     responses: Count = 1
     """Responses sampled for each prompt, each with its own seed; with several, a few hundred prompts suffice."""
     temperature: Annotated[Number, Field(ge=0)] = 1.0
@@ -115,6 +118,11 @@ class DataSection(Section):
     def answered(self) -> bool:
         """Whether the responses are in the file."""
         return self.response == "text"
+
+    @property
+    def prompts_trained(self) -> bool:
+        """Whether the positions of prompts are trained, too."""
+        return self.train_on == "all"
 
     @property
     def every_turn(self) -> bool:

@@ -16,6 +16,7 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets, disab
 from datasets.arrow_writer import ArrowWriter
 
 from draftsmith.distill.chat_template import (
+    EVERYTHING,
     Chat,
     EncodedText,
     ImageAfterAnswer,
@@ -54,6 +55,8 @@ FEATURES = Features(
 """Columns of examples. An example without spans is a prompt for the target. `opening`: equal for conversations with the
 same first messages; `turns`: the user's turns as JSON, '' for plain text. `images`: '', or as JSON the messages with
 images that the text begins with, their row and a fingerprint of the processor's tensors."""
+MARKED = Features({"marked": FEATURES["spans"]})
+"""A further column with data.train_on='all': the spans of messages that the data marks as not trained."""
 
 
 @dataclass
@@ -114,6 +117,7 @@ def read_examples(
         stamp = [stamp, source_stamp(data.images), str(chat.processor)]
     limits = data.model_dump(include={"prompts", "count", "prompt_tokens", "response_tokens"})
     limits |= {"answered": data.answered, "every_turn": data.every_turn}
+    limits |= {"train_on": "all"} if data.prompts_trained else {}
     key = fingerprint([VERSION, stamp, chat.key(), limits, context])
     folder = cache_dir() / "examples" / key
     with nullcontext() if folder.is_dir() else hold_cache(folder):
@@ -132,7 +136,8 @@ def _write(file: Path, chat: Chat, data: DataSection, context: int | None, repor
     counts, kept, began = RowCounts(), 0, time.monotonic()
     said = began
     chat = replace(chat, longest=characters(data.prompt_tokens + data.response_tokens))
-    with ArrowWriter(features=FEATURES, path=str(file)) as writer:
+    features = Features({**FEATURES, **MARKED}) if data.prompts_trained else FEATURES
+    with ArrowWriter(features=features, path=str(file)) as writer:
         for row in _examples(chat, data, context, counts):
             writer.write(row)
             kept += 1
@@ -179,7 +184,7 @@ def _examples(chat: Chat, data: DataSection, context: int | None, counts: RowCou
             if counts.rows >= REFUSED_FIRST:
                 counts.require_accepted(refused, last)
             continue
-        counts.context += len(dialogue.context) if data.answered else 0
+        counts.context += len(dialogue.answers) - len(dialogue.trained) if data.answered else 0
         if not samples:
             counts.leave_out("have no trained token")
         for sample in samples:
@@ -200,6 +205,7 @@ def _examples(chat: Chat, data: DataSection, context: int | None, counts: RowCou
                 "opening": fingerprint(dialogue.opening),
                 "turns": _turns(dialogue, data.every_turn),
                 "images": images,
+                **({"marked": _marked(chat, dialogue, sample, data)} if data.prompts_trained else {}),
             }
     counts.require_accepted(refused, last)
 
@@ -221,6 +227,13 @@ def _samples(chat: Chat, dialogue: Conversation, data: DataSection) -> tuple[lis
     row = {"place": dialogue.place, "messages": dialogue.asked, "tools": dialogue.tools}
     images = json.dumps({**row, "content": inputs_fingerprint(inputs)}, default=str) if inputs else ""
     return chat.after_images(dialogue, ids) if data.answered else [EncodedText(ids, [])], images
+
+
+def _marked(chat: Chat, dialogue: Conversation, sample: EncodedText, data: DataSection) -> list[list[int]]:
+    """Return the spans of messages that the data marks as not trained, in a sample and in what is answered to it."""
+    shown = len(dialogue.messages if data.answered else dialogue.asked)
+    later = data.every_turn and any(place >= shown for place in dialogue.marked)
+    return [EVERYTHING] if later else chat.marked_spans(dialogue, sample.input_ids, shown)
 
 
 def _too_long(sample: EncodedText, data: DataSection, context: int | None) -> str | None:
@@ -334,6 +347,8 @@ AT_ONCE = 1000
 def pack(rows: Dataset, width: int) -> Dataset:
     """Return rows of at most `width` tokens: `input_ids`, `spans`, and `documents`, the lengths of the samples in each.
 
+    `answers`, the spans of answers beside those of all trained tokens, are kept where the rows have them.
+
     Best-fit decreasing: samples are placed, longest first, into the fullest row that has room for them. A sample that
     is longer than `width` has a row of its own.
     """
@@ -357,22 +372,25 @@ def pack(rows: Dataset, width: int) -> Dataset:
         if not left:
             insort(rooms, room - length)
         left.append(place)
-    features = Features({name: FEATURES[name] for name in ("input_ids", "spans")} | {"documents": List(Value("int64"))})
+    of_spans = [name for name in ("spans", "answers") if name in rows.column_names]
+    features = Features({"input_ids": FEATURES["input_ids"], "documents": FEATURES["input_ids"]})
+    features.update(dict.fromkeys(of_spans, FEATURES["spans"]))
     # Not `from_generator`: its cache on disk would not notice a change of this code.
     parts = [
-        Dataset.from_list(list(_rows(rows, bins[start : start + AT_ONCE])), features=features)
+        Dataset.from_list(list(_rows(rows, bins[start : start + AT_ONCE], of_spans)), features=features)
         for start in range(0, len(bins), AT_ONCE)
     ]
     return concatenate_datasets(parts)
 
 
-def _rows(rows: Dataset, bins: list[list[int]]) -> Iterator[dict[str, Any]]:
+def _rows(rows: Dataset, bins: list[list[int]], of_spans: list[str]) -> Iterator[dict[str, Any]]:
     for indices in bins:
-        packed: dict[str, list[Any]] = {name: [] for name in ("input_ids", "spans", "documents")}
+        packed: dict[str, list[Any]] = {name: [] for name in ("input_ids", "documents", *of_spans)}
         for index in indices:
             begin, row = len(packed["input_ids"]), rows[index]
             packed["input_ids"] += row["input_ids"]
             packed["documents"].append(len(row["input_ids"]))
-            # The first token of a document has no token before it to be predicted from.
-            packed["spans"] += [[begin + max(1, start), begin + end] for start, end in row["spans"] if end > 1]
+            for name in of_spans:
+                # The first token of a document has no token before it to be predicted from.
+                packed[name] += [[begin + max(1, start), begin + end] for start, end in row[name] if end > 1]
         yield packed

@@ -49,7 +49,7 @@ FLAGS = {"weight": 0, "train": 0, "loss": 0, "masked": 1}
 """Keys with which data sets mark messages (OpenAI and Mistral, Axolotl, ms-swift, others), each with the value of a
 message that is not trained."""
 CONTEXT = "context"
-"""Key of an answer that is not trained, until its conversation is built."""
+"""Key of a message that is not trained, until its conversation is built."""
 CONTENTS = ("content", "value", "tool_calls", "function_call")
 TEXT_TYPES = ("text", "input_text", "output_text")
 THINKING = "thinking"
@@ -133,7 +133,9 @@ def _message(place: str, number: int, entry: Any, images: Path | None) -> Messag
     calls = _calls(here, given)
     if calls:  # many templates test for the key
         message["tool_calls"] = calls
-    if role == ASSISTANT and not _is_trained(here, given):
+    if role == ASSISTANT:
+        _check_flags(here, given)
+    if any(key in given and given[key] == value for key, value in FLAGS.items()):
         message[CONTEXT] = True
     return with_arguments(message, parse_json)
 
@@ -158,14 +160,13 @@ def _parsed(value: Any) -> Any:
         return value
 
 
-def _is_trained(here: str, message: Message) -> bool:
-    """Return whether no flag says that an answer is not trained."""
+def _check_flags(here: str, message: Message) -> None:
+    """Raise ConfigError for an answer of which only a part is trained, or that is weighted."""
     for key in FLAGS.keys() & message.keys():
         if message[key] not in (0, 1):
             raise ConfigError(f"{here}: {key}={message[key]!r}; expected 0 or 1, or true or false")
     if "train_detail" in message:
         raise ConfigError(f"{here}: 'train_detail' marks parts of a message; expected 'train' for all of it")
-    return all(message.get(key) != value for key, value in FLAGS.items())
 
 
 def _content(here: str, place: str, content: Any, images: Path | None) -> tuple[Any, str]:

@@ -35,7 +35,7 @@ class TargetHead(Protocol):
 
 @dataclass(frozen=True)
 class Batch:
-    """Padded texts. `mask_BT` marks positions whose next token belongs to a response."""
+    """Padded texts. `mask_BT` marks positions whose next token is trained."""
 
     input_ids_BT: Tensor
     attention_mask_BT: Tensor

@@ -49,7 +49,7 @@ def require_plain(config: PreTrainedConfig) -> None:
 def marked_share(recipe: Recipe, config: PreTrainedConfig) -> float:
     """Return the trained share of a batch's positions, in samples as long as the recipe allows, packed or not."""
     prompt, response = recipe.data.prompt_tokens, recipe.data.response_tokens
-    return 1.0 if config.is_encoder_decoder else response / (prompt + response)
+    return 1.0 if config.is_encoder_decoder or recipe.data.prompts_trained else response / (prompt + response)
 
 
 def target_of(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:

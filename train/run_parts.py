@@ -192,6 +192,8 @@ def check_target(recipe: Recipe, model: PreTrainedModel, drafter: TrainableDraft
         raise ConfigError(
             f"teacher.kind={recipe.teacher.kind!r} with a target of model_type={kind!r}; expected 'online'"
         )
+    if recipe.data.prompts_trained and model.config.is_encoder_decoder:
+        raise ConfigError(f"data.train_on='all' with a target of model_type={kind!r}; expected 'answers'")
     if recipe.data.server is not None and model.config.is_encoder_decoder:
         raise ConfigError(f"data.server with a target of model_type={kind!r}; expected a decoder-only one")
     if recipe.target.quantization is not None:

@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from datasets import Dataset, concatenate_datasets
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.distill.chat_template import Chat, without_unknown
-from draftsmith.distill.conversation import question
+from draftsmith.distill.chat_template import EVERYTHING, Chat, without_unknown
+from draftsmith.distill.conversation import mask_spans, question
 from draftsmith.distill.data_section import SELF, DataSection
 from draftsmith.distill.dataset import (
     HeldOut,
@@ -47,7 +47,10 @@ ROWS_COUNTED = 256
 
 @dataclass(frozen=True)
 class TrainingData:
-    """`rows`: `input_ids` and `spans`, packed or not; `heldout`: prompts for the periodic evaluation."""
+    """`rows`: `input_ids` and `spans`, packed or not; `heldout`: prompts for the periodic evaluation.
+
+    With data.train_on='all', `answers` are the spans of the answers among all trained ones.
+    """
 
     rows: Dataset
     heldout: list[HeldOut]
@@ -86,8 +89,9 @@ def prepare_data(context: RunContext, target: LoadedTarget) -> TrainingData:
     else:
         heldout = heldout_prompts(held.prompts or EMBEDDED, chat, target, recipe)
     if not data.answered:
-        rows = _with_images(_sampled(context, chat, target, rows), rows)
-    rows, validation = _packed(_readable(rows, target, console), data, console)
+        rows = _with_questions(_sampled(context, chat, target, rows), rows)
+    rows = _readable(rows, target, console)
+    rows, validation = _packed(with_prompts(rows, target) if data.prompts_trained else rows, data, console)
     return TrainingData(rows, heldout, states, validation)
 
 
@@ -158,10 +162,38 @@ def _sampled(context: RunContext, chat: Chat, target: LoadedTarget, examples: Da
         return server_samples(asker, examples, console.say, check, progress=console.visible)
 
 
-def _with_images(rows: Dataset, questions: Dataset) -> Dataset:
-    """Return responses with the column `images` of their questions."""
-    images = questions["images"]
-    return rows.add_column("images", [images[question] for question in rows["question"]]) if any(images) else rows
+def _with_questions(rows: Dataset, questions: Dataset) -> Dataset:
+    """Return responses with the columns `images` and `marked` of their questions, where these have them."""
+    asked = rows["question"]
+    if any(images := questions["images"]):
+        rows = rows.add_column("images", [images[question] for question in asked])
+    if "marked" in questions.column_names:
+        known = zip(rows["input_ids"], [questions[question] for question in asked], strict=True)
+        rows = rows.add_column("marked", [_spans_after(ids, question) for ids, question in known])
+    return rows
+
+
+def _spans_after(ids: list[int], question: dict[str, Any]) -> list[list[int]]:
+    """Return the spans that are marked in a question, for a text that repeats its tokens or shows it differently."""
+    shown, marked = question["input_ids"], question["marked"]
+    return marked if not marked or ids[: len(shown)] == shown else [EVERYTHING]
+
+
+def with_prompts(rows: Dataset, target: LoadedTarget) -> Dataset:
+    """Return rows of which all tokens are trained, but those of marked messages, of images and of no tokenizer."""
+    known, image = known_tokens(target.tokenizer), getattr(target.processor, "image_token_id", None)
+    every = []
+    marks = rows["marked"] if "marked" in rows.column_names else [[]] * len(rows)
+    for ids, answers, marked in zip(rows["input_ids"], rows["spans"], marks, strict=True):
+        trained = [
+            token < known and image not in (before, token) for before, token in zip([-1, *ids[:-1]], ids, strict=True)
+        ]
+        for start, end in marked:
+            trained[start:end] = [False] * len(trained[start:end])
+        for start, end in answers:
+            trained[start:end] = [True] * (end - start)
+        every.append(mask_spans(trained))
+    return rows.rename_column("spans", "answers").add_column("spans", every)
 
 
 def _readable(rows: Dataset, target: LoadedTarget, console: Console) -> Dataset:
@@ -230,7 +262,7 @@ def token_counts(rows: Dataset, vocab_size: int) -> Tensor:
     counts_V = torch.zeros(vocab_size, dtype=torch.long)
     for start in range(0, len(rows), ROWS_COUNTED):
         part = rows[start : start + ROWS_COUNTED]
-        texts = zip(part["input_ids"], part["spans"], strict=True)
+        texts = zip(part["input_ids"], part.get("answers", part["spans"]), strict=True)
         responses = [ids[start:end] for ids, spans in texts for start, end in spans]
         counts_V += torch.bincount(torch.tensor(list(chain.from_iterable(responses))), minlength=vocab_size)
     return counts_V

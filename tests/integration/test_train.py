@@ -142,6 +142,8 @@ def test_an_encoder_decoder_draft_model_learns(
     target.save_pretrained(tmp_path / "t5")
     tiny_tokenizer.save_pretrained(tmp_path / "t5")
     overrides = [f"target.model={tmp_path / 't5'}", "train.steps=40", "train.learning_rate=1e-2", *RARELY, *options]
+    with pytest.raises(ConfigError, match=r"data\.train_on='all' with a target of model_type='t5'; expected 'answers'"):
+        loop.train(load_recipe(str(recipe_file), [*overrides, "data.train_on=all"]))
     folder = loop.train(load_recipe(str(recipe_file), overrides))
     losses = _losses(tmp_path / "run")
     assert sum(losses[-5:]) < 0.95 * sum(losses[:5])

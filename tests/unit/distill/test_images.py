@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import make_llama
 from datasets import Dataset
 from transformers import AutoProcessor, AutoTokenizer
 from vision_models import build, save_image, save_target
@@ -14,10 +15,11 @@ from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.conversation import conversation
 from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.dataset import read_examples
-from draftsmith.distill.load_target import load_processor, load_target
+from draftsmith.distill.load_target import LoadedTarget, load_processor, load_target
 from draftsmith.errors import ConfigError
 from draftsmith.eval.prompts import PromptRows, prompts_fingerprint
 from draftsmith.train.recipe import parse_recipe
+from draftsmith.train.training_data import with_prompts
 
 
 @pytest.fixture
@@ -149,6 +151,10 @@ def test_answers_after_an_image_are_trained(file: Path, chat: Chat) -> None:
     (prompt,) = examples(file, chat, response="target")
     assert prompt["input_ids"] == row["input_ids"][:19]
     assert chat.row_inputs("", row["input_ids"]) is None
+    target = LoadedTarget(make_llama(), chat.tokenizer, "tiny", None, processor=chat.processor)
+    (every,) = with_prompts(examples(file, chat, train_on="all"), target)
+    assert every["spans"] == [[17, len(row["input_ids"])]], "neither a placeholder nor the token after it is trained"
+    assert every["answers"] == row["spans"]
 
 
 def test_a_question_without_an_answer_is_refused(file: Path, chat: Chat) -> None:

@@ -365,7 +365,7 @@ def test_answers_that_the_data_marks_as_context_are_not_trained(
         ("UabEAcdEUabEAefEUabEAcdE", ["efE"]),
         ("UabEAc-EUabEAe-E", ["e-E"]),  # from the difference that the answer makes
     )
-    assert conversation("f:1", row).context == {1, 5}
+    assert conversation("f:1", row).marked == {1, 5}
     assert encoded(tiny_tokenizer, {"messages": [USER, marked]}) == []
 
 

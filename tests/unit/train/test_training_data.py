@@ -1,7 +1,9 @@
 """Rows of a step, their masks, and the draft vocabulary of their responses."""
 
+import json
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,10 @@ from datasets import Dataset
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, PreTrainedTokenizerFast
 
 from draftsmith.distill.load_target import LoadedTarget
+from draftsmith.distill.objective import Objective
 from draftsmith.heads.model_config import eos_tokens
 from draftsmith.train import trainer
+from draftsmith.train.launch import make_accelerator
 from draftsmith.train.progress import Console
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.step import batch_indices, collate, response_tokens
@@ -32,6 +36,102 @@ def test_answers_end_as_the_target_ends_them(tiny_tokenizer: PreTrainedTokenizer
         assert found == {1, *([7] if isinstance(ends, list) else [])}
     assert eos_tokens(LlamaConfig(eos_token_id=[2, 3]), GenerationConfig()) == {2, 3}
     assert eos_tokens(LlamaConfig(eos_token_id=None)) == frozenset()
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] | upper }}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}A{% endif %}"
+)
+
+
+def says(role: str, content: str, **flags: object) -> dict[str, object]:
+    return {"role": role, "content": content, **flags}
+
+
+CHATS = [
+    [says("user", "ab"), says("assistant", "cd")],
+    [
+        says("system", "e", weight=0),
+        says("user", "fg"),
+        says("assistant", "hi", train=False),
+        says("user", "jk", masked=1),
+        says("assistant", "lm"),
+        says("user", "no"),
+        says("assistant", "pq", loss=0),
+    ],
+]
+"""Several messages are marked as not trained."""
+
+
+@pytest.mark.parametrize(
+    ("response", "kind", "pack"),
+    [("text", "cached", "false"), ("target", "cached", "true"), ("target", "online", "false")],
+)
+def test_prompts_are_trained_except_what_the_data_marks(
+    response: str, kind: str, pack: str, recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sampled answers and cached states are those of training on answers; the loss is the sum over positions."""
+    lines = [{"messages": chat} for chat in CHATS]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    changes = {"prompts": tmp_path / "chats.jsonl", "chat_template": tmp_path / "template.jinja", "response": response}
+    overrides = [f"data.{key}={value}" for key, value in {**changes, "pack": pack, "validation": 1}.items()]
+    overrides += ["data.response_tokens=7", f"teacher.kind={kind}", "evaluation.prompts=embedded"]
+    runs = []
+    for train_on in ("answers", "all"):
+        recipe = load_recipe(str(recipe_file), [*overrides, f"data.train_on={train_on}"])
+        runs.append(trainer.TrainingRun(recipe, make_accelerator(recipe, tmp_path), tmp_path / train_on))
+        said = " ".join(capsys.readouterr().err.split())
+        assert ("are new" in said) == (response == "target" and train_on == "answers"), "answers are sampled once"
+        assert (" 0 of 1 shards were built now" in said) == (kind == "cached" and train_on == "all")
+        trained = sum(end - start for spans in runs[-1].data.rows["spans"] for start, end in spans)
+        assert f" {trained} of them trained" in said
+    answers, every = runs
+    assert every.data.rows["input_ids"] == answers.data.rows["input_ids"]
+    assert every.data.rows["answers"] == answers.data.rows["spans"], "a draft vocabulary is that of the answers"
+    assert (every.data.trained, every.data.validation) == (1, 1)
+    marked = {"text": ["U", "SeAhi<eos>Ujk"], "target": ["U", "Se"]}[response]  # the first token has none before it
+    for row, expected in zip(every.data.rows, marked, strict=True):
+        untrained = set(range(len(row["input_ids"]))).difference(*(range(*span) for span in row["spans"]))
+        assert every.target.tokenizer.decode([row["input_ids"][place] for place in sorted(untrained)]) == expected
+    objective = Objective(**every.recipe.objective_options(every.draft_length))
+    for run in runs:
+        sums = []
+        indices = range(len(run.data.rows))
+        whole = run.batch(list(indices))
+        for mask_BT in (whole.mask_BT, *_single(whole.mask_BT)):
+            signals = run.teacher.signals(replace(whole, mask_BT=mask_BT))
+            sums.append(objective(run.drafter.unroll(signals), signals, run.teacher.lm_head))
+        assert int(sums[0].count_K[0]) == int(whole.mask_BT.sum()) == response_tokens(run.data.rows, list(indices))
+        assert sums[0].loss.item() == pytest.approx(sum(one.loss.item() for one in sums[1:]), rel=1e-5)
+
+
+def test_marks_that_a_template_moves_leave_the_answers_trained(recipe_file: Path, tmp_path: Path) -> None:
+    """The template shows the number of messages first: the second answer's sample begins with other tokens."""
+    chat = [says("user", "ab", weight=0), says("assistant", "c"), says("user", "d")]
+    others = [[says("user", "ef"), says("assistant", "c"), says("user", "d", weight=0)], [says("user", "gh")]]
+    lines = [json.dumps({"messages": messages}) for messages in (chat, *others)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    (tmp_path / "template.jinja").write_text("{{ messages | length }}" + TEMPLATE)
+    keys = {"prompts": tmp_path / "chats.jsonl", "chat_template": tmp_path / "template.jinja", "turns": "all"}
+    overrides = [*(f"data.{key}={value}" for key, value in keys.items()), "data.train_on=all"]
+    recipe = load_recipe(str(recipe_file), [*overrides, "data.response_tokens=4", "evaluation.prompts=embedded"])
+    run = trainer.TrainingRun(recipe, make_accelerator(recipe, tmp_path), tmp_path / "run")
+    found = [(row["spans"], row["answers"], len(row["input_ids"])) for row in run.data.rows]
+    answered = [answers for _, answers, _ in found]
+    assert (
+        [spans for spans, _, _ in found]
+        == [
+            [[4, found[0][2]]],  # "1Uab" is not trained
+            *answered[1:4],  # of the second turn, and of a conversation whose later turn is marked
+            [[1, found[4][2]]],
+        ]
+    )
+
+
+def _single(mask_BT: torch.Tensor) -> list[torch.Tensor]:
+    """Return a mask for each trained position."""
+    return [torch.zeros_like(mask_BT).index_put(tuple(place), torch.tensor(True)) for place in mask_BT.nonzero()]
 
 
 def test_every_row_once_an_epoch() -> None:
