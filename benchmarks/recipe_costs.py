@@ -34,7 +34,9 @@ ROOM = 0.9
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipes", nargs="*", help="default: all whose target is in the file of shapes")
+    parser.add_argument(
+        "recipes", nargs="*", help="default: all whose target is in the file of shapes, and that were not measured"
+    )
     parser.add_argument("--on", choices=tuple(MACHINES), help="default: rtx4090 where 24 GB are enough, otherwise h100")
     parser.add_argument("--write", action="store_true", help="write both lines into the recipes")
     return parser.parse_args()
@@ -75,7 +77,8 @@ def write(name: str, hardware: str, time: str) -> None:
 
 def real_recipes(shapes: dict[str, dict[str, Any]]) -> list[str]:
     recipes: dict[str, Recipe] = {name: load_recipe(name) for name in shipped_recipes()}
-    return [name for name, recipe in recipes.items() if recipe.target.model in shapes]
+    measured = {name for name, text in shipped_recipes().items() if "\n# Measured: " in text}
+    return [name for name, recipe in recipes.items() if recipe.target.model in shapes and name not in measured]
 
 
 def main() -> None:
