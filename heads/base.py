@@ -3,12 +3,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, get_args
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.errors import ConfigError
+from draftsmith.heads.configs import LmHeadTraining
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.lm_head import DraftVocabulary
 from draftsmith.heads.rows import Columns
@@ -345,6 +347,7 @@ class TrainableDrafter(Drafter, ABC):
     """Options of `from_target` that change how it is trained, not what it computes."""
     block_types: ClassVar[ModuleTypes] = ()
     """The classes of its blocks, see `trained_blocks`."""
+    _lm_head: LmHeadTraining = "trained"
 
     @property
     def draft_vocabulary(self) -> DraftVocabulary | None:
@@ -399,8 +402,21 @@ class TrainableDrafter(Drafter, ABC):
         return f"drafter.type={self.type!r}"
 
     def own_lm_heads(self) -> list[nn.Linear]:
-        """Return the lm_head of each draft position that `unroll` trains; none where it is the target's."""
+        """Return the lm_head of each draft position that `unroll` reads; none where it is the target's."""
         return []
+
+    @property
+    def lm_head(self) -> LmHeadTraining:
+        """Whether training changes the own lm_heads."""
+        return self._lm_head
+
+    @lm_head.setter
+    def lm_head(self, value: LmHeadTraining) -> None:
+        if value not in get_args(LmHeadTraining):
+            raise ConfigError.of("lm_head", value, f"one of {', '.join(get_args(LmHeadTraining))}")
+        self._lm_head = value
+        for head in self.own_lm_heads():
+            head.requires_grad_(value == "trained")
 
     def feature_layer(self) -> nn.Linear | None:
         """Return the layer that reads the outputs of the target's layers; None where there is none."""

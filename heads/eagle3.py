@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import AutoregressiveDrafter, DraftNetwork, NetworkDrafter
 from draftsmith.heads.base import Context, Level, TeacherSignals, unread
+from draftsmith.heads.configs import LmHeadTraining
 from draftsmith.heads.initial_weights import final_states_of, silence, typical_sizes
 from draftsmith.heads.layers import Attend, DecoderLayer, Rope, SelfAttention, layer_config, norm
 from draftsmith.heads.lm_head import DraftVocabulary, weight_of
@@ -128,6 +129,7 @@ class Eagle3(AutoregressiveDrafter[Eagle3Network]):
     """EAGLE-3, with its options EAGLE-3.1."""
 
     type: ClassVar[str] = "eagle3"
+    training_options: ClassVar[tuple[str, ...]] = ("train_steps", "lm_head")
     divides_texts: ClassVar[bool] = True
 
     def __init__(
@@ -137,11 +139,12 @@ class Eagle3(AutoregressiveDrafter[Eagle3Network]):
         layers: tuple[int, ...],
         train_steps: int = 7,
         draft_vocab_size: int | None = None,
+        lm_head: LmHeadTraining = "trained",
         **options: bool,
     ) -> None:
         network = Eagle3Network(body, len(layers), draft_vocab_size=draft_vocab_size, **options)
         super().__init__(network, layers, train_steps)
-        self._options = options
+        self._options, self.lm_head = options, lm_head
 
     @classmethod
     def from_target(
@@ -174,7 +177,8 @@ class Eagle3(AutoregressiveDrafter[Eagle3Network]):
         self.body.start(self.feature_inputs(signals), final_states_of(signals))
 
     def options(self) -> dict[str, Any]:
-        return {**super().options(), "draft_vocab_size": self.draft_vocab_size, **self._options}
+        own = {"draft_vocab_size": self.draft_vocab_size, "lm_head": self.lm_head}
+        return {**super().options(), **own, **self._options}
 
 
 def three_depths(target: PreTrainedModel) -> tuple[int, ...]:
@@ -204,6 +208,7 @@ class ParallelEagle(NetworkDrafter[Eagle3Network]):
     """
 
     type: ClassVar[str] = "peagle"
+    training_options: ClassVar[tuple[str, ...]] = ("lm_head",)
 
     def __init__(
         self,
@@ -214,13 +219,14 @@ class ParallelEagle(NetworkDrafter[Eagle3Network]):
         mask_token: int,
         draft_vocab_size: int | None = None,
         mask_before_fc: bool = False,
+        lm_head: LmHeadTraining = "trained",
         **options: bool,
     ) -> None:
         super().__init__(Eagle3Network(body, len(layers), draft_vocab_size=draft_vocab_size, **options), layers)
         self._options, self.mask_before_fc = options, mask_before_fc
         self.mask_hidden = nn.Parameter(torch.zeros(body.hidden_size * (len(layers) if mask_before_fc else 1)))
         self.num_tokens = self.max_draft_length = num_tokens
-        self.mask_token = mask_token
+        self.mask_token, self.lm_head = mask_token, lm_head
 
     @classmethod
     def from_target(
@@ -234,6 +240,7 @@ class ParallelEagle(NetworkDrafter[Eagle3Network]):
         mask_token: int | None = None,
         mask_before_fc: bool = False,
         draft_vocabulary: list[int] | None = None,
+        **options: Any,
     ) -> Self:
         """Return layers of the target's width, initialised as EAGLE-3's; for the options see `ParallelEagleSection`."""
         if num_tokens < 1:
@@ -245,6 +252,7 @@ class ParallelEagle(NetworkDrafter[Eagle3Network]):
             mask_token=default_mask_token(target, mask_token),
             mask_before_fc=mask_before_fc,
             draft_vocab_size=None if draft_vocabulary is None else len(draft_vocabulary),
+            **options,
         )
         drafter.attach(target)
         drafter.body.start_from_target(target, draft_vocabulary)
@@ -264,7 +272,7 @@ class ParallelEagle(NetworkDrafter[Eagle3Network]):
 
     def options(self) -> dict[str, Any]:
         sizes = {"num_tokens": self.num_tokens, "mask_token": self.mask_token, "mask_before_fc": self.mask_before_fc}
-        return {**sizes, "draft_vocab_size": self.draft_vocab_size, **self._options}
+        return {**sizes, "draft_vocab_size": self.draft_vocab_size, "lm_head": self.lm_head, **self._options}
 
     def _mask_state(self) -> Tensor:
         """Return the state [H] of masks."""

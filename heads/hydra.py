@@ -20,7 +20,7 @@ from draftsmith.heads.base import FINAL, Context, ModuleTypes, Needs, TeacherSig
 from draftsmith.heads.initial_weights import silence
 from draftsmith.heads.layers import Attend, DecoderLayer, Rope, layer_config, norm
 from draftsmith.heads.lm_head import weight_of
-from draftsmith.heads.medusa import LmHeads, Medusa, ResidualBlock, TokenHeads
+from draftsmith.heads.medusa import SIZES, LmHeads, ResidualBlock, TokenHeads
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.read_positions import ReadPositions
 from draftsmith.heads.rows import Rows
@@ -81,7 +81,7 @@ class Hydra(TokenHeads):
 
     type: ClassVar[str] = "hydra"
     block_types: ClassVar[ModuleTypes] = (HydraHead, LlamaMLP)
-    stored: ClassVar[tuple[str, ...]] = (*Medusa.stored, "embedding_size", "original")
+    stored: ClassVar[tuple[str, ...]] = (*SIZES, "embedding_size", "original")
 
     def __init__(
         self,

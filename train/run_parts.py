@@ -173,6 +173,7 @@ def _started(recipe: Recipe, source: str, target: LoadedTarget, fresh: Trainable
                 f"{key}: {name}={stored[name]!r}; expected {value!r}, as the section drafter says (leave the key out "
                 "to keep the drafter's own)"
             )
+    fresh.train_further(**{name: getattr(trained, name) for name in own})  # may freeze an lm_head
     requires_grad = {name: parameter.requires_grad for name, parameter in fresh.named_parameters()}
     for name, parameter in trained.named_parameters():
         parameter.requires_grad_(requires_grad[name])

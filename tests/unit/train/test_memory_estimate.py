@@ -80,6 +80,7 @@ def real_peak(
         ({"type": "medusa"}, {"train": {"gradient_accumulation": 4, "optimizer": "muon"}}),
         ({"type": "medusa"}, {"cotrain": {"lora_rank": 4, "warmup_fraction": 0.0}}),
         ({"type": "eagle3", "train_steps": 3, "layers": [1, 2]}, {}),
+        ({"type": "eagle3", "train_steps": 3, "layers": [1, 2], "lm_head": "frozen"}, {}),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -158,6 +159,10 @@ def test_bf16_processes_vocabulary_and_quantisation_are_seen() -> None:
     assert two.activations > sharded.activations + 0.5 * heads, "buckets stay while the objective makes gradients"
     few = memory.estimate_memory(recipe_of({"type": "medusa", "draft_vocab_size": 70}), config)
     assert few.drafter < 0.5 * one.drafter
+    frozen = memory.estimate_memory(recipe_of({"type": "medusa", "lm_head": "frozen"}), config)
+    assert frozen.drafter == one.drafter
+    assert one.gradients - frozen.gradients == heads
+    assert one.optimizer - frozen.optimizer >= 2 * heads
     config.quantization_config = {"quant_method": "bitsandbytes"}
     with pytest.raises(DraftsmithError, match="quantised"):
         memory.estimate_memory(recipe_of({"type": "medusa"}), config)
