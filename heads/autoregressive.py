@@ -36,7 +36,7 @@ from draftsmith.heads.base import (
 )
 from draftsmith.heads.hidden_states import require_layers
 from draftsmith.heads.initial_weights import inputs_of, sampled
-from draftsmith.heads.layers import Attend, Rope, cached_attention, ready, rotary, windows_of
+from draftsmith.heads.layers import Attend, LayerConfig, Rope, cached_attention, ready, rotary, windows_of
 from draftsmith.heads.lm_head import DraftVocabulary, copy_lm_head, logits_head, weight_of
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.read_positions import ReadPositions
@@ -239,7 +239,7 @@ class NetworkDrafter(TrainableDrafter, Generic[Network]):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        return cls(**{**config, "body": LlamaConfig(**config["body"]), "layers": tuple(config["layers"])})
+        return cls(**{**config, "body": LayerConfig(**config["body"]), "layers": tuple(config["layers"])})
 
 
 class AutoregressiveDrafter(NetworkDrafter[Network]):

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from draftsmith.heads.autoregressive import DraftNetwork
 from draftsmith.heads.base import FINAL, Context, ModuleTypes, Needs, TeacherSignals, unread
 from draftsmith.heads.initial_weights import silence
-from draftsmith.heads.layers import Attend, DecoderLayer, Rope, layer_config, norm
+from draftsmith.heads.layers import Attend, DecoderLayer, LayerConfig, Rope, layer_config, norm
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.medusa import SIZES, LmHeads, ResidualBlock, TokenHeads
 from draftsmith.heads.model_config import context_limit
@@ -130,7 +130,7 @@ class Hydra(TokenHeads):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
         prefix = config.get("prefix")
-        return cls(**{**config, "prefix": None if prefix is None else LlamaConfig(**prefix)})
+        return cls(**{**config, "prefix": None if prefix is None else LayerConfig(**prefix)})
 
     @torch.no_grad()
     def start_body(self, signals: TeacherSignals, frequencies_V: Tensor) -> None:

@@ -248,12 +248,16 @@ def layer_config(
 
     `window`: tokens that each layer attends to, its own included; None: all.
 
-    Where layers differ (Gemma 3n and 4), heads and MLP size are those of the first one, whose attention slides.
+    Where layers differ (Gemma 3n and 4), heads and MLP size are those of the first one, whose attention slides. Where
+    the width is no multiple of the heads, there are fewer of them.
     """
     config = text_config(target)
     hidden, attends = config.hidden_size, layer_value(config, "num_attention_heads")
     heads = attends or max(1, hidden // 64)  # a purely recurrent target has none
     head_dim = (layer_value(config, "head_dim") if attends else None) or hidden // heads
+    key_heads = layer_value(config, "num_key_value_heads") or heads
+    if hidden % heads:  # which Llama's config, and with it engines, refuse
+        heads = next((n for n in range(heads - heads % key_heads, 0, -key_heads) if hidden % n == 0), heads)
     width = weight_of(target.get_input_embeddings()).shape[1]
     if width != hidden:
         raise ConfigError(
@@ -265,7 +269,7 @@ def layer_config(
         "intermediate_size": layer_value(config, "intermediate_size") or 4 * hidden,
         "num_hidden_layers": num_hidden_layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": layer_value(config, "num_key_value_heads") or heads,
+        "num_key_value_heads": key_heads,
         "head_dim": head_dim,
         "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 4096,
         "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-5,
@@ -276,7 +280,14 @@ def layer_config(
     }
     if window is not None:
         values |= {"sliding_window": window, "layer_types": ["sliding_attention"] * num_hidden_layers}
-    return ready(LlamaConfig(**{**values, **{key: value for key, value in changes.items() if value is not None}}))
+    return ready(LayerConfig(**{**values, **{key: value for key, value in changes.items() if value is not None}}))
+
+
+class LayerConfig(LlamaConfig):
+    """Llama's config for any number of heads of a given size: Qwen3.6-27B has 24 of 256 at width 5,120."""
+
+    def validate_architecture(self) -> None:
+        """Accept what Llama's config refuses."""
 
 
 def ready(config: LlamaConfig) -> LlamaConfig:

@@ -2,7 +2,7 @@
 
     target                 prefix of the module   norms of embedding, state, output                  projection reads
     MiMo                   model.mtp_layers.0.    token_, hidden_ and final_layernorm                [state; embedding]
-    DeepSeek-V3, GLM-4.5   model.layers.DEPTH.    enorm, hnorm, shared_head.norm                     [embedding; state]
+    DeepSeek-V3, GLM-4     model.layers.DEPTH.    enorm, hnorm, shared_head.norm                     [embedding; state]
     Qwen3-Next, Qwen3.5    mtp.                   pre_fc_norm_embedding, pre_fc_norm_hidden, norm    [embedding; state]
     Ernie 4.5              model.mtp_*            emb_norm.0, hidden_norm.0, the target's last norm  [embedding; state]
 
@@ -98,7 +98,7 @@ EXPERTS, LATENT = ("mlp.experts.", "mlp.gate."), ("self_attn.kv_a_proj_with_mqa.
 """Beginnings of names in layers that are built from the target's own class."""
 EXPERT = re.compile(r"(.*mlp\.experts)\.\d+\.(gate|up|down)_proj\.weight")
 TARGETS = ("llama", "mimo", "mistral", "qwen2", "qwen3", "qwen3_next", "qwen3_5", "qwen3_5_text", "glm4_moe")
-TARGETS += ("deepseek_v3", "qwen3_5_moe", "qwen3_5_moe_text")
+TARGETS += ("glm4_moe_lite", "deepseek_v3", "qwen3_5_moe", "qwen3_5_moe_text")
 """Model types whose modules have the conventions above, and rotate the halves of a head."""
 PAIRS = ("ernie4_5", "ernie4_5_moe")
 """The same, but neighbouring pairs of a head are rotated, as the target's own class does."""
@@ -211,7 +211,8 @@ def _shape(target: PreTrainedModel, layout: Layout, tensors: dict[str, Tensor]) 
         return 0 if value is None else value.shape[0]
 
     bias = f"{layout.layer}self_attn.q_proj.bias" in tensors
-    body = layer_config(target, 1, attention_bias=bias, intermediate_size=rows("mlp.gate_proj") or None)
+    heads, width = text.num_attention_heads, rows("mlp.gate_proj") or None
+    body = layer_config(target, 1, attention_bias=bias, intermediate_size=width, num_attention_heads=heads)
     rope = text.rope_parameters or {}
     part = rope.get("full_attention", rope).get("partial_rotary_factor", 1.0)
     body.rope_parameters = {k: v for k, v in (body.rope_parameters or {}).items() if not k.startswith("mrope")}

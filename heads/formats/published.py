@@ -18,7 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.formats.common import scales_embeddings
-from draftsmith.heads.layers import windows_of
+from draftsmith.heads.layers import LayerConfig, windows_of
 from draftsmith.heads.lm_head import DraftVocabulary, weight_of
 from draftsmith.heads.untrusted import require_finite
 
@@ -168,7 +168,7 @@ class Published:
         if f"{first}self_attn.q_proj.bias" in self.tensors:
             changes["attention_bias"] = True
         values = {key: getattr(theirs, key) for key in KEPT if hasattr(theirs, key)}
-        body = LlamaConfig(**{**values, "bos_token_id": None, "eos_token_id": None, **changes})
+        body = LayerConfig(**{**values, "bos_token_id": None, "eos_token_id": None, **changes})
         try:
             windows_of(body)
         except ConfigError as error:

@@ -23,12 +23,13 @@ from recording import decoded_logits
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 from draftsmith import ConfigError, load_drafter
 from draftsmith.heads.base import TeacherSignals, TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, save_drafter
+from draftsmith.heads.layers import layer_config
 from draftsmith.hub.export import export_drafter, import_from
 from draftsmith.train.memory_estimate import estimate_memory
 from draftsmith.train.recipe import parse_recipe
@@ -159,6 +160,21 @@ def test_logits_are_those_of_the_formula(name: str, tmp_path: Path) -> None:
     assert (ours - torch.stack(logits)).abs().max() < 1e-12 * ours.abs().max()
 
 
+def test_heads_that_do_not_divide_the_width(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama's config refuses them; Qwen3.6-27B has 24 at width 5,120."""
+    assert HIDDEN % 6
+    monkeypatch.setitem(globals(), "HEADS", 6)
+    monkeypatch.setitem(SIZES, "num_attention_heads", 6)
+    test_logits_are_those_of_the_formula("Qwen3.5", tmp_path)
+    target, _ = make_target("Qwen3.5", tmp_path / "u")
+    drafter = load_drafter("native-mtp", target)
+    save_drafter(drafter, tmp_path / "d", target=describe_target(target, None, "t"), recipe=None, draft_length=3)
+    load_drafter(tmp_path / "d", target)
+    own = layer_config(target, 1)  # of new drafters, which engines read with Llama's config
+    assert own.num_attention_heads == 4
+    LlamaConfig(**own.to_diff_dict())
+
+
 def test_only_files_with_the_module_are_written(tmp_path: Path) -> None:
     target, module = make_target("MiMo", tmp_path / "t")
     own = {theirs("MiMo", part): value for part, value in module.items()}
@@ -198,6 +214,10 @@ OWN_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {**MIXED, **DEEP, **LATENT, "num_key_value_heads": HEADS, "head_dim": 8, "rope_parameters": YARN},
     ),
+    "GLM-4.7-Flash": (
+        "glm4_moe_lite",
+        {**MIXED, **DEEP, **LATENT, "num_key_value_heads": HEADS, "mlp_layer_types": ["dense"] + ["sparse"] * 3},
+    ),
     "Qwen3-Next": ("qwen3_next", {**MIXED, **NEXT, "layer_types": ["linear_attention", "full_attention"] * 2}),
 }
 
@@ -235,6 +255,7 @@ def test_transformers_loads_the_same_module(name: str, tmp_path: Path) -> None:
     target, _ = make_mixed(name, tmp_path / "t")
     drafter = load_drafter("native-mtp", target)
     target.config.num_mtp_layers, target.config.mtp_layer_types = 1, ["full_attention"]
+    target.config.mtp_mlp_layer_types = ["sparse"]
     if name != "Qwen3-Next":  # the patterns there have the number of layers of the published targets
         target._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{DEPTH}\..*"]
     model = MtpModel.from_pretrained(target).eval()
