@@ -115,8 +115,8 @@ def forecast(settings: ForecastSettings, out: Out = Path("runs/forecast"), as_js
         from draftsmith.distill.server.client import served_at
 
         served_at(settings.servers, settings.model)
+    from draftsmith.eval.forecast.command import run, show
     from draftsmith.eval.forecast.forecast import PLAIN
-    from draftsmith.eval.forecast.run import run, show
 
     with interruptible(lambda: AGAIN):
         predicted = run(settings, out)

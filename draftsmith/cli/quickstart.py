@@ -17,8 +17,8 @@ import torch
 from draftsmith.cli.options import suggest
 from draftsmith.errors import DraftsmithError
 from draftsmith.eval.evaluation import measure, show
-from draftsmith.eval.forecast.run import best_line
-from draftsmith.eval.forecast.run import run as run_forecast
+from draftsmith.eval.forecast.command import best_line
+from draftsmith.eval.forecast.command import run as run_forecast
 from draftsmith.eval.journal import JOURNAL
 from draftsmith.eval.results import EVALUATION, Evaluation
 from draftsmith.eval.settings import ForecastSettings, Settings

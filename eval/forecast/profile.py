@@ -1,4 +1,4 @@
-"""Profiles of machines, measured (hardware.py, served.py) or read from a file, and the speeds that follow from them.
+"""Profiles of machines, measured (hardware.py, server_costs.py) or read from a file, and the speeds that follow.
 
 A profile holds the seconds of rounds by batch size:
 

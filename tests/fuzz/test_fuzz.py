@@ -40,7 +40,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Material]:
     import draftsmith.cli.generate
     import draftsmith.distill.load_target
     import draftsmith.eval.evaluation
-    import draftsmith.eval.forecast.run
+    import draftsmith.eval.forecast.command
     import draftsmith.hub.export
     import draftsmith.train.prepare
     import draftsmith.train.trainer

@@ -12,7 +12,7 @@ from commands import run, write_prompts
 from conftest import make_llama
 from engine_server import Engine
 
-from draftsmith.eval.forecast import served
+from draftsmith.eval.forecast import server_costs
 from draftsmith.eval.forecast.profile import profile_from, read_profile
 from draftsmith.eval.server.measure import CounterRoutes
 from draftsmith.heads import HEADS
@@ -55,7 +55,7 @@ class Timed:
 @pytest.fixture
 def folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, value in {"SHORT": 2, "LONG": 32, "TURNS": 4}.items():
-        monkeypatch.setattr(served, name, value)
+        monkeypatch.setattr(server_costs, name, value)
     write_prompts(folder.parent / "prompts.jsonl", "abc", "hello")
     return folder
 
@@ -110,7 +110,7 @@ def test_the_lines_of_a_head_name_its_export(
     head = HEADS["peagle"].from_target(target, layers=[1], num_tokens=3)
     save_drafter(head, folder.parent / "peagle", target=described, recipe=None, draft_length=3)
     profile = profile_from({"alone": {1: 1.0}, "verify": {1: {1: 1.0}}, "drafters": {"*": {"draft": {1: {3: 0.0}}}}})
-    monkeypatch.setattr("draftsmith.eval.forecast.run.measure_servers", lambda *_: profile)
+    monkeypatch.setattr("draftsmith.eval.forecast.command.measure_servers", lambda *_: profile)
     monkeypatch.chdir(folder.parent)
     call = ["forecast", "--target", str(folder), "--drafter", "./peagle", "--prompts", "prompts.jsonl"]
     call += ["--model", "tiny", "--temperature", "1", "--max-new-tokens", "12", "--out", "out"]

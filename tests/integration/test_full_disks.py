@@ -15,7 +15,7 @@ from commands import run
 from draftsmith.distill import dataset as examples
 from draftsmith.distill import regeneration as samples
 from draftsmith.eval import evaluation as measure
-from draftsmith.eval.forecast import run as forecast
+from draftsmith.eval.forecast import command as forecast
 from draftsmith.eval.journal import Journal
 from draftsmith.train import trainer as loop
 from draftsmith.train.recipe import load_recipe

@@ -12,7 +12,7 @@ from draftsmith.distill.data_section import require_client
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.eval.forecast.forecast import PLAIN, BestPolicy, Forecast, forecast
 from draftsmith.eval.forecast.profile import TARGET, Profile, profile_values, read_profile
-from draftsmith.eval.forecast.served import (
+from draftsmith.eval.forecast.server_costs import (
     engine_settings,
     measure_servers,
     served_forecast,
