@@ -15,9 +15,9 @@ from draftsmith.errors import ConfigError, reason_of
 from draftsmith.names import EMBEDDED
 from draftsmith.reading import dump_yaml, parse_json, parse_yaml, read_json, read_text
 from draftsmith.storage import LOCK, clear_leftovers, hold_folder, is_leftover, write_json, write_text
-from draftsmith.train.learning_rates import decay_steps, warmup_steps
+from draftsmith.train.learning_rates import decay_steps, learning_rate, warmup_steps
 from draftsmith.train.recipe import Recipe, parse_stored
-from draftsmith.train.training_state import newest_first, read_state
+from draftsmith.train.training_state import checkpoint_folder, newest_first, read_state, step_of
 
 RECIPE, METRICS, FINISHED, DRAFTER, TARGET, CHECKPOINTS, FAILED = (
     "recipe.yaml",
@@ -31,7 +31,11 @@ RECIPE, METRICS, FINISHED, DRAFTER, TARGET, CHECKPOINTS, FAILED = (
 
 
 def check_output(recipe: Recipe) -> None:
-    """Raise ConfigError when the run's folder holds anything but an earlier start of the same recipe."""
+    """Raise ConfigError when the run's folder holds anything but an earlier start of the same recipe.
+
+    Steps, schedule and intervals may differ where every step so far had the rate that it has under the new recipe: the
+    weights are then those of a run that began with it.
+    """
     folder = Path(recipe.output)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output={folder} is a file; expected a folder")
@@ -43,13 +47,49 @@ def check_output(recipe: Recipe) -> None:
         stored = parse_yaml(read_text(folder / RECIPE))
     except (OSError, ValueError) as error:
         raise _unknown(str(folder / RECIPE), error) from error
-    _require_same(recipe, stored, str(folder / RECIPE), f"output={folder} holds")
+    before, subject = _stored(stored, str(folder / RECIPE)), f"output={folder} holds"
+    train = before.train.model_copy(update=recipe.train.model_dump(include=MAY_CHANGE))
+    _require_same(recipe, before.model_copy(update={"train": train}), subject)
+    if comparable(before) != comparable(recipe) and not _continues(before, recipe):
+        _require_same(recipe, before, subject, _instead(before, recipe))
     read_metrics(folder)  # raises before anything is loaded
 
 
 MAY_CHANGE = {"steps", "schedule", "decay_fraction", "warmup_fraction", "target_tau", "patience"}
 MAY_CHANGE |= {"evaluate_every", "checkpoint_every", "keep_checkpoints"}
 """Keys of `train` that may differ from those of a run that is continued."""
+
+
+def _continues(before: Recipe, recipe: Recipe) -> bool:
+    """Return whether the run's newest checkpoint is one of a run of `recipe`, too; they differ by MAY_CHANGE alone."""
+    saved = _saved(recipe)
+    if not saved or recipe.cotrain is not None:  # the adapters' warm-up is a share of all steps, too
+        return False
+    ends = [value for of in (before, recipe) for value in (of.train.target_tau, of.train.patience)]
+    return saved[0] < recipe.train.steps and saved[0] <= _same_rates(before, recipe) and not any(ends)
+
+
+def _instead(before: Recipe, recipe: Recipe) -> str:
+    """Return what to do about a change that the run's newest checkpoint does not allow."""
+    same, train = _same_rates(before, recipe), recipe.train
+    usable = [step for step in _saved(recipe) if step < train.steps and (train.schedule != "wsd" or step <= same)]
+    if not usable:
+        return "another output folder"
+    place = checkpoint_folder(Path(recipe.output) / CHECKPOINTS, usable[0])
+    why = f"; with train.schedule={train.schedule!r} its steps had other rates than those of this recipe"
+    return f"another output folder with continue_from={place}{why if usable[0] > same else ''}"
+
+
+def _saved(recipe: Recipe) -> list[int]:
+    """Return the steps of the run's checkpoints, newest first."""
+    return [step_of(entry) for entry in newest_first(Path(recipe.output) / CHECKPOINTS)]
+
+
+def _same_rates(before: Recipe, recipe: Recipe) -> int:
+    """Return the number of first steps, up to the newest checkpoint, that have the same learning rate in both runs."""
+    last = max(_saved(recipe), default=0)
+    differing = (step for step in range(last) if learning_rate(before, step) != learning_rate(recipe, step))
+    return next(differing, last)
 
 
 def check_continuation(recipe: Recipe) -> None:
@@ -68,7 +108,7 @@ def check_continuation(recipe: Recipe) -> None:
         step, stored = int(state["step"]), {**state["recipe"], **own}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{key}; expected a checkpoint such as runs/NAME/checkpoints/step-001000") from error
-    _require_same(recipe, stored, str(folder), f"{key} is of", "the same value")
+    _require_same(recipe, _stored(stored, str(folder)), f"{key} is of", "the same value")
     if not warmup_steps(recipe) <= step < recipe.train.steps:
         raise ConfigError(
             f"{key} with train.steps={recipe.train.steps}; expected more steps than its {step}, and a warm-up "
@@ -102,12 +142,16 @@ def claimed_output(recipe: Recipe, accelerator: Accelerator) -> Iterator[None]:
 
 
 def claim_output(recipe: Recipe) -> None:
-    """Write the resolved recipe into the folder, and delete the temporary files of a killed start."""
-    folder = Path(recipe.output)
+    """Write the resolved recipe into the folder, and delete the temporary files of a killed start.
+
+    Where the folder holds a run of fewer steps, that run is no longer finished.
+    """
+    folder, finished = Path(recipe.output), is_finished(recipe)
     try:
         clear_leftovers(folder)
         clear_leftovers(folder / CHECKPOINTS)
-        if not folder.exists() or _unused(folder):
+        if not finished:
+            (folder / FINISHED).unlink(missing_ok=True)
             write_text(folder / RECIPE, dump_yaml(comparable(recipe)))
     except OSError as error:
         raise ConfigError(f"output={folder} cannot be written ({error}); expected a folder with room") from error
@@ -118,20 +162,19 @@ def _unused(folder: Path) -> bool:
     return all(file.name in (RECIPE, LOCK) or is_leftover(file.name) for file in folder.iterdir())
 
 
-def _require_same(
-    recipe: Recipe, stored: Any, place: str, subject: str, expected: str = "another output folder"
-) -> None:
-    """Raise ConfigError with the first difference; keys that newer versions added have their defaults."""
+def _stored(values: Any, place: str) -> Recipe:
+    """Return the recipe of an earlier run; keys that newer versions added have their defaults."""
     try:
-        before = comparable(parse_stored({**stored, "output": "earlier"}, place))
+        return parse_stored({**values, "output": "earlier"}, place)
     except (ConfigError, TypeError) as error:
         raise _unknown(place, error) from error
-    difference = _first_difference(before, comparable(recipe))
+
+
+def _require_same(recipe: Recipe, before: Recipe, subject: str, expected: str = "another output folder") -> None:
+    """Raise ConfigError with the first difference."""
+    difference = _first_difference(comparable(before), comparable(recipe))
     if difference is not None:
         key, there, here = difference
-        newest = newest_first(Path(recipe.output) / CHECKPOINTS)
-        if subject.startswith("output=") and key.removeprefix("train.") in MAY_CHANGE and newest:
-            expected += f" with continue_from={newest[0]}"
         raise ConfigError(f"{subject} another run: {key}={there!r} there, {here!r} here; expected {expected}")
 
 
@@ -224,10 +267,11 @@ def metrics_of(drafters: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
 
 
 def is_finished(recipe: Recipe) -> bool:
-    """Return whether an earlier start has finished the run."""
+    """Return whether an earlier start has finished the run, with as many steps."""
     try:
-        return "best_step" in read_json(Path(recipe.output) / FINISHED)
-    except (OSError, ValueError, TypeError):
+        steps = parse_yaml(read_text(Path(recipe.output) / RECIPE))["train"]["steps"]
+        return steps == recipe.train.steps and "best_step" in read_json(Path(recipe.output) / FINISHED)
+    except (OSError, ValueError, TypeError, KeyError):
         return False  # a damaged file is written again
 
 

@@ -68,14 +68,14 @@ def save_state(folder: Path, progress: Progress, recipe: dict[str, Any], state: 
         hashes = {file.name: _sha256(file) for file in sorted(temporary.iterdir())}
         write_json(temporary / STATE, {**values, HASHES: {**hashes, STATE: fingerprint(values)}})
     for old in newest_first(folder):
-        if _step(old) > progress.step:  # damaged: the run was resumed from an earlier one
+        if step_of(old) > progress.step:  # damaged: the run was resumed from an earlier one
             shutil.rmtree(old)
     prune(folder, progress.step, keep)
 
 
 def prune(folder: Path, step: int, keep: int) -> None:
     """Delete all but the `keep` newest of the checkpoints up to `step`, whose own checkpoint is intact."""
-    for old in [old for old in newest_first(folder) if _step(old) <= step][keep:]:
+    for old in [old for old in newest_first(folder) if step_of(old) <= step][keep:]:
         shutil.rmtree(old)
 
 
@@ -164,8 +164,9 @@ def _sha256(file: Path) -> str:
 def newest_first(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, that of the last step first."""
     checkpoints = [entry for entry in folder.glob("step-*") if entry.name.removeprefix("step-").isdigit()]
-    return sorted(checkpoints, key=_step, reverse=True)
+    return sorted(checkpoints, key=step_of, reverse=True)
 
 
-def _step(checkpoint: Path) -> int:
+def step_of(checkpoint: Path) -> int:
+    """Return the step of a checkpoint's folder."""
     return int(checkpoint.name.removeprefix("step-"))

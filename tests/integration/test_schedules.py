@@ -64,6 +64,33 @@ def test_a_stable_run_is_continued_and_decayed_from_a_checkpoint(recipe_file: Pa
     assert json.loads((tmp_path / "short-cut" / "finished.json").read_text())["best_tau"] == max(taus)
 
 
+def test_a_finished_run_takes_more_steps_where_its_first_ones_stay_the_same(recipe_file: Path, tmp_path: Path) -> None:
+    for schedule in ("constant", "wsd"):
+        whole, run = tmp_path / schedule, tmp_path / f"{schedule}-run"
+        options = (f"train.schedule={schedule}", "train.checkpoint_every=1", "train.decay_fraction=0.25")
+        _train(recipe_file, whole, *options, "train.steps=8", "train.evaluate_every=4")
+        first = "constant" if schedule == "wsd" else schedule  # of 4 steps, 'wsd' would decay the rate of the last
+        _train(recipe_file, run, *options, f"train.schedule={first}", "train.steps=4")
+        _train(recipe_file, run, *options, "train.steps=8", "train.evaluate_every=4")
+        _require_equal(_state(run, 8), _state(whole, 8))
+        assert _rows(run) == _rows(whole)
+        assert json.loads((run / "finished.json").read_text())["steps"] == 8
+        before = (run / "metrics.jsonl").read_bytes()
+        _train(recipe_file, run, *options, "train.steps=8", "train.evaluate_every=4")
+        assert (run / "metrics.jsonl").read_bytes() == before, "it is finished again"
+    newest = r"continue_from=.*/step-000008"
+    refusals = {
+        "train.steps=7": "expected another output folder$",
+        "train.steps=9": r"continue_from=.*/step-000007$",  # the decay begins a step later in this one
+        "train.steps=9 train.schedule=linear": newest + "; with train.schedule='linear' its steps had other rates",
+        "train.steps=9 train.schedule=constant train.patience=3": newest,
+        "train.steps=9 train.batch_size=4": r"batch_size=8 there, 4 here; expected another output folder$",
+    }
+    for overrides, message in refusals.items():
+        with pytest.raises(ConfigError, match=message):
+            _train(recipe_file, run, *options, "train.evaluate_every=4", *overrides.split())
+
+
 def test_a_continued_run_resumes_without_the_checkpoint_that_it_came_from(recipe_file: Path, tmp_path: Path) -> None:
     _train(recipe_file, tmp_path / "first", "train.steps=4", "train.schedule=constant")
     source = f"continue_from={tmp_path / 'first' / 'checkpoints' / 'step-000004'}"

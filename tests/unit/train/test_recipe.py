@@ -152,19 +152,20 @@ def test_schedules() -> None:
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
-    recipe = parse_recipe({**BASE, "name": "12e4", "output": str(tmp_path / "run")}, "here")
+    base = {**BASE, "name": "12e4", "output": str(tmp_path / "run")}
+    recipe = parse_recipe({**base, "train": {"learning_rate": 1.0}}, "here")
     check_output(recipe)
-    claim_output(parse_recipe({**BASE, "output": str(tmp_path / "run"), "train": {"steps": 9}}, "here"))
+    claim_output(parse_recipe({**base, "train": {"steps": 9}}, "here"))
     check_output(recipe)  # that start was refused, or killed, before it had done anything
     claim_output(recipe)
     restart_metrics(tmp_path / "run", None)
     check_output(recipe)
-    other = parse_recipe({**BASE, "name": "12e4", "output": str(tmp_path / "run"), "train": {"steps": 7}}, "here")
-    with pytest.raises(ConfigError, match=r"run: train\.steps=200 there, 7 here; expected another output folder$"):
+    other = parse_recipe({**base, "train": {"steps": 17, "learning_rate": 1.0}}, "here")
+    with pytest.raises(ConfigError, match=r"run: train\.steps=200 there, 17 here; expected another output folder$"):
         check_output(other)
     for step in ("000004", "000012"):
         (tmp_path / "run" / "checkpoints" / f"step-{step}").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"folder with continue_from=.*/run/checkpoints/step-000012$"):
+    with pytest.raises(ConfigError, match=r"with continue_from=.*/run/checkpoints/step-000012; with train.schedule='c"):
         check_output(other)
     stored = tmp_path / "run" / "recipe.yaml"
     stored.write_text(stored.read_text().replace("  response: target\n", ""))
