@@ -16,6 +16,7 @@ FAST := -n auto --maxprocesses 4 --dist loadfile -m "not slow and not gpu and no
 
 quickstart: $(VENV)/.installed
 	$(BIN)/draftsmith quickstart
+	@echo "These commands run in a shell after: source $(BIN)/activate"
 
 # A page at http://127.0.0.1:7860 with the quickstart's drafter, which is trained first where there is none.
 demo: $(VENV)/.installed

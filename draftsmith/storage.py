@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,18 @@ def require_writable(key: str, folder: Path) -> None:
     """
     if folder.name in ("", ".."):
         raise ConfigError(f"{key}={folder} has no name of its own; expected a path that ends in a name")
+    _require_place(key, folder)
+
+
+def require_folder(key: str, folder: Path) -> None:
+    """Raise ConfigError for a file, and for a folder that does not exist and cannot be made."""
+    if not folder.exists():
+        _require_place(key, folder)
+    elif not folder.is_dir():
+        raise ConfigError(f"{key}={folder} is a file; expected a folder")
+
+
+def _require_place(key: str, folder: Path) -> None:
     there = next(place for place in folder.absolute().parents if place.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ConfigError(f"{key}={folder} cannot be made in {there}; expected a path in a writable folder")
@@ -168,17 +180,20 @@ def write_json(path: Path, value: Any) -> None:
 
 
 @contextmanager
-def hold_folder(key: str, folder: Path) -> Iterator[None]:
+def hold_folder(key: str, folder: Path, discard: Iterable[str] = ()) -> Iterator[None]:
     """Create `folder` and lock it while the block runs; a new folder that is still empty then is removed.
+
+    `discard`: names of files that are deleted once it is locked.
 
     Raises:
         ConfigError: if another process holds the lock, for a file, and for a folder that cannot be written.
     """
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{key}={folder} is a file; expected a folder")
+    require_folder(key, folder)
     new = not folder.exists()
     try:
         with _locked(key, folder, folder / LOCK, wait=False):
+            for name in discard:
+                (folder / name).unlink(missing_ok=True)
             yield
     finally:
         if new:

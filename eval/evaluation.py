@@ -17,7 +17,17 @@ from draftsmith.eval.harness import CALIBRATION, EvaluationRun
 from draftsmith.eval.journal import ACCEPTED, BONUS, CORRECTION, JOURNAL, KEPT, OWN, Cell, Journal, TextRecord, begun
 from draftsmith.eval.prompts import OVERALL, Prompt, PromptRows
 from draftsmith.eval.report import check_report_folder, interval, summary_table, verdict, write_report
-from draftsmith.eval.results import ContextBin, Evaluation, Guard, PlainSpeeds, ResultRow, TextSample, row_of, series_of
+from draftsmith.eval.results import (
+    EVALUATION,
+    ContextBin,
+    Evaluation,
+    Guard,
+    PlainSpeeds,
+    ResultRow,
+    TextSample,
+    row_of,
+    series_of,
+)
 from draftsmith.eval.session import load_session
 from draftsmith.eval.settings import BASELINE, Settings, Variant
 from draftsmith.heads.base import Drafter
@@ -307,15 +317,17 @@ def measure(
     *,
     title: str,
     runs: dict[str, list[dict]],
+    overwrite: bool = False,
 ) -> Evaluation:
     """Check what the settings name, load the models, measure, and write the report to `out`.
 
-    Results that an earlier call with the same settings left in `out` are used again. `runs` holds, by drafter, the
+    Results that an earlier call with the same settings left in `out` are used again; with `overwrite`, any are deleted.
+    `runs` holds, by drafter, the
     metrics of the run that trained it, for the plot of its training.
     """
     check_options(settings)
     rows = PromptRows.read(settings.prompts, settings.subset, settings.split, settings.images)
-    with hold_folder("out", out):
+    with hold_folder("out", out, discard=(JOURNAL, EVALUATION) if overwrite else ()):
         check_report_folder(out, settings)
         now = begun(out / JOURNAL)
         session = load_session(settings, rows, now=now)

@@ -18,7 +18,7 @@ from typing_extensions import TypedDict
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.errors import ConfigError, one_line
-from draftsmith.eval.settings import Settings, Variant, require_same_settings
+from draftsmith.eval.settings import ANOTHER, Settings, Variant, require_same_settings
 from draftsmith.metrics import position_counts
 from draftsmith.reading import parse_json
 from draftsmith.storage import writing
@@ -271,7 +271,7 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
             if not isinstance(line, dict) or (number == 1) != isinstance(line.get("run"), dict):
                 raise ValueError("only the first line says which run it is")
         except ValueError as error:
-            raise ConfigError(f"{path}:{number} is damaged ({error}); expected {OURS}, or another folder") from error
+            raise ConfigError(f"{path}:{number} is damaged ({error}); expected {OURS}, {ANOTHER}") from error
         lines.append(line)
     return lines
 
@@ -301,7 +301,7 @@ def require_same_run(
             dated = key in ("prompts", "now") and "now" in fingerprints
             why = f" (the chat template shows the date, here of {fingerprints['now']})" if dated else ""
             raise ConfigError(
-                f"out={out} holds another run: {key}={there!r} there, {value!r} here{why}; expected another folder"
+                f"out={out} holds another run: {key}={there!r} there, {value!r} here{why}; expected {ANOTHER}"
             )
 
 

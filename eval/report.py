@@ -13,7 +13,7 @@ from draftsmith.eval.journal import JOURNAL, require_same_run, whole_lines
 from draftsmith.eval.learning_curve import time_split
 from draftsmith.eval.prompts import OVERALL
 from draftsmith.eval.results import EVALUATION, Evaluation, ResultRow, read_evaluation, short_policy
-from draftsmith.eval.settings import Settings, require_same_settings
+from draftsmith.eval.settings import ANOTHER, Settings, require_same_settings
 from draftsmith.metrics import FEW, often_tested
 from draftsmith.storage import write_json, write_text
 from draftsmith.terminal import markdown_environment, printable
@@ -67,7 +67,7 @@ def check_report_folder(out: Path, settings: Settings) -> None:
             before = read_evaluation(out)
         except ConfigError as error:
             raise ConfigError(
-                f"out={out} holds an eval.json that cannot be read ({error}); expected another folder"
+                f"out={out} holds an eval.json that cannot be read ({error}); expected {ANOTHER}"
             ) from error
         require_same_settings(before["settings"], settings, out)
 

@@ -438,6 +438,9 @@ class DemoSettings(PairSettings):
     """Port to listen on."""
 
 
+ANOTHER = "another folder, or --overwrite"
+
+
 def require_same_settings(stored: Mapping[str, Any], settings: PairSettings, out: Path, what: str = "run") -> None:
     """Raise ConfigError naming the first setting that differs from the one stored in `out`.
 
@@ -451,5 +454,5 @@ def require_same_settings(stored: Mapping[str, Any], settings: PairSettings, out
         there = list(there) if isinstance(there, tuple) else there  # as JSON holds it
         if there != now.get(key):
             raise ConfigError(
-                f"out={out} holds another {what}: {key}={there!r} there, {now.get(key)!r} here; expected another folder"
+                f"out={out} holds another {what}: {key}={there!r} there, {now.get(key)!r} here; expected {ANOTHER}"
             )

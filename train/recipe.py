@@ -157,6 +157,8 @@ class Recipe(Section):
         for key in ("start_from",) if own.is_dir() else ("start_from", "continue_from"):
             if (name := getattr(self, key)) is not None:
                 check_drafter_name(name, key)
+        if (name := self.draft_model) is not None:
+            check_drafter_name(name, "drafter.model")
 
     def require_divisible(self, processes: int) -> None:
         """Raise ConfigError for a batch or a number of processes that cannot be divided evenly."""
@@ -186,6 +188,11 @@ class Recipe(Section):
     def draft_vocab_size(self) -> int | None:
         """Tokens of the draft vocabulary; None for all."""
         return getattr(self.drafter, "draft_vocab_size", None)
+
+    @property
+    def draft_model(self) -> str | None:
+        """The language model that the drafter starts from; None for one that starts otherwise."""
+        return getattr(self.drafter, "model", None)
 
     @property
     def peak_rate(self) -> float:

@@ -27,6 +27,7 @@ from draftsmith.errors import ConfigError, DraftsmithError, one_line, reason_of
 from draftsmith.eval.settings import DemoSettings, PromptSettings
 from draftsmith.names import require_free_port
 from draftsmith.option_fields import Option
+from draftsmith.storage import require_folder
 from draftsmith.terminal import printable
 from draftsmith.train.machines import machine_named, room_on
 
@@ -92,6 +93,7 @@ def quickstart(
     out: Annotated[Path, typer.Option("--out", help="Folder for runs and the report.")] = Path("runs/quickstart"),
 ) -> None:
     """Train two drafters for the embedded target, a small model that writes Python, and measure both."""
+    require_folder("out", out)
     from draftsmith.cli.quickstart import quickstart as run
 
     run(out)
@@ -135,6 +137,7 @@ def memory(settings: Memory, as_json: Json = False) -> None:
     checked = checked_recipe(recipe, given)
     checked.require_divisible(processes)
     machine, target = None if settings.on is None else machine_named(settings.on), checked.target
+    typer.echo(printable(f"{checked.name}: loading torch"), err=True)
     from draftsmith.distill.load_target import load_tokenizer
     from draftsmith.train.launch import precision
     from draftsmith.train.memory_estimate import MemoryEstimate, estimate_memory

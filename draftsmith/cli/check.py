@@ -12,6 +12,7 @@ from draftsmith.cli.options import (
     CONTINUES,
     OUT,
     Json,
+    Overwrite,
     interruptible,
     measuring,
     print_json,
@@ -19,7 +20,7 @@ from draftsmith.cli.options import (
     with_settings,
 )
 from draftsmith.errors import ConfigError
-from draftsmith.eval.settings import CheckSettings
+from draftsmith.eval.settings import ANOTHER, CheckSettings
 from draftsmith.reading import read_json
 
 if TYPE_CHECKING:
@@ -30,9 +31,17 @@ if TYPE_CHECKING:
 EXIT_CODES = {"lossless": 0, "lossy": 1, "inconclusive": 3}
 """By verdict; 2 is bad input, as in every command."""
 
+WRITTEN = ("check.json", "answers.jsonl", "answers-baseline.jsonl")
+"""Files of `out` from which a check continues."""
+
 
 @with_settings
-def check(settings: CheckSettings, out: Annotated[Path | None, OUT] = None, as_json: Json = False) -> None:
+def check(
+    settings: CheckSettings,
+    out: Annotated[Path | None, OUT] = None,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
     """Test that decoding with drafters, or a server, is lossless. Exit code 0: lossless, 1: lossy, 3: inconclusive."""
     if settings.server is not None:  # before torch is imported
         from draftsmith.distill.server.client import served_at
@@ -54,7 +63,7 @@ def check(settings: CheckSettings, out: Annotated[Path | None, OUT] = None, as_j
         session = load_session(settings, rows)
         return check(session.target, session.drafters, session.prompts, settings, notes=session.notes, keep=keep)
 
-    with nullcontext() if out is None else hold_folder("out", out):
+    with nullcontext() if out is None else hold_folder("out", out, discard=WRITTEN if overwrite else ()):
         if out is not None:
             _require_folder(settings, out)
         with interruptible(lambda: AGAIN if out is None or settings.server is None else CONTINUES):
@@ -74,7 +83,7 @@ def _require_folder(settings: CheckSettings, out: Path) -> None:
     try:
         before = dict(read_json(file)["settings"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"out={out} holds a check.json that is not ours; expected another folder") from error
+        raise ConfigError(f"out={out} holds a check.json that is not ours; expected {ANOTHER}") from error
     require_same_settings(before, settings, out, "check")
 
 

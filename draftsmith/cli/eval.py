@@ -11,6 +11,7 @@ from draftsmith.cli.options import (
     CONTINUES,
     Json,
     Out,
+    Overwrite,
     interruptible,
     measuring,
     print_json,
@@ -29,7 +30,9 @@ eval_app = typer.Typer(
 
 @eval_app.callback(invoke_without_command=True)
 @partial(with_settings, group=True)
-def evaluate(settings: Settings, out: Out = Path("runs/eval"), as_json: Json = False) -> None:
+def evaluate(
+    settings: Settings, out: Out = Path("runs/eval"), overwrite: Overwrite = False, as_json: Json = False
+) -> None:
     """Measure acceptance and wall-clock speedup of drafters against the target alone."""
     from draftsmith.eval.evaluation import measure, show
     from draftsmith.eval.journal import kept
@@ -37,7 +40,7 @@ def evaluate(settings: Settings, out: Out = Path("runs/eval"), as_json: Json = F
 
     title, runs = f"Drafters for {settings.target}", metrics_of(settings.drafters)
     with interruptible(lambda: f"{kept(out)}, and the same command continues"):
-        evaluation = measure(settings, out, title=title, runs=runs)
+        evaluation = measure(settings, out, title=title, runs=runs, overwrite=overwrite)
     if as_json:
         return print_json(evaluation.as_json())
     show(evaluation, out)
@@ -48,7 +51,9 @@ def evaluate(settings: Settings, out: Out = Path("runs/eval"), as_json: Json = F
 
 @eval_app.command(name="server")
 @with_settings
-def serve(settings: ServedSettings, out: Out = Path("runs/eval-server"), as_json: Json = False) -> None:
+def serve(
+    settings: ServedSettings, out: Out = Path("runs/eval-server"), overwrite: Overwrite = False, as_json: Json = False
+) -> None:
     """Measure a drafter where it serves: tokens/s by number of requests; tau and acceptance from the engine."""
     from draftsmith.distill.server.client import served_at
 
@@ -57,7 +62,7 @@ def serve(settings: ServedSettings, out: Out = Path("runs/eval-server"), as_json
     from draftsmith.terminal import Terminal
 
     with interruptible(lambda: CONTINUES):
-        result = measure_server(settings, out)
+        result = measure_server(settings, out, overwrite=overwrite)
     if as_json:
         return print_json(result.as_json())
     console = Terminal(width=None if Terminal().is_terminal else 110)

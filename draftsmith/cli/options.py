@@ -18,6 +18,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.eval.settings import PairSettings, named_drafters
 from draftsmith.names import DTYPES, EMBEDDED, require_cached_prompts, require_cached_without_hub
 from draftsmith.option_fields import OptionField, check_options, only, option_fields
+from draftsmith.storage import require_folder
 from draftsmith.terminal import printable
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def flag(name: str, help: str) -> Any:
 Json = Annotated[bool, flag("--json", "Print the result as JSON, instead of tables.")]
 OUT = typer.Option("--out", help="Folder for the report; the same command continues a run.")
 Out = Annotated[Path, OUT]
+Overwrite = Annotated[bool, flag("--overwrite", "Replace another measurement in that folder.")]
 
 
 def with_settings(command: Command, *, group: bool = False) -> Command:
@@ -65,6 +67,8 @@ def with_settings(command: Command, *, group: bool = False) -> Command:
     @wraps(command)
     def run(called: typer.Context, **given: Any) -> None:
         if called.invoked_subcommand is None:
+            if (out := given.get("out")) is not None:
+                require_folder("out", out)
             values = {field.path: _parsed(field, given.pop(name)) for name, field in fields.items()}
             command(settings=settings_of(kind, values), **given)
 
@@ -192,7 +196,11 @@ def checked_recipe(name: str, overrides: list[str] | None) -> "Recipe":
 
     recipe = load_recipe(name, overrides)
     recipe.require_paths()
+    require_folder("output", Path(recipe.output))
     require_cached_without_hub(recipe.target.model, "target.model")
+    for key, drafter in {"start_from": recipe.start_from, "drafter.model": recipe.draft_model}.items():
+        if drafter is not None:
+            require_cached_without_hub(drafter, key)
     require_cached_prompts(recipe.data.prompts, "data.prompts")
     require_cached_prompts(recipe.evaluation.prompts or EMBEDDED, "evaluation.prompts")
     return recipe

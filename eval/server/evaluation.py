@@ -19,7 +19,7 @@ from draftsmith.eval.prompts import PromptRows, prompts_fingerprint, time_of
 from draftsmith.eval.report import interval
 from draftsmith.eval.results import EVALUATION, Evaluation, ServerRow, read_evaluation
 from draftsmith.eval.server.measure import Batches, Condition, CounterRoutes, ServerRun, measure_in_turns, series_of
-from draftsmith.eval.settings import BASELINE, ServedSettings
+from draftsmith.eval.settings import ANOTHER, BASELINE, ServedSettings
 from draftsmith.heads.model_config import context_limit
 from draftsmith.metrics import Series, acceptance_at, alpha, few_units, intervals, ratio, speeds, speedup, tau
 from draftsmith.provenance import environment
@@ -32,8 +32,8 @@ JOURNAL = "batches.jsonl"
 COLUMNS = ("T", "requests", "tok/s", "ms a token", "tau", "acceptance by position", "alone tok/s", "speedup")
 
 
-def measure_server(settings: ServedSettings, out: Path) -> Evaluation:
-    """Measure a server, and write `report.md` and `eval.json` to `out`.
+def measure_server(settings: ServedSettings, out: Path, *, overwrite: bool = False) -> Evaluation:
+    """Measure a server, and write `report.md` and `eval.json` to `out`, whose results `overwrite` deletes.
 
     Raises:
         ConfigError: before anything is measured, for settings that cannot be measured, a server of another model, and a
@@ -44,9 +44,9 @@ def measure_server(settings: ServedSettings, out: Path) -> Evaluation:
     rows = PromptRows.read(settings.prompts, settings.subset, settings.split)
     if rows.images:
         raise ConfigError("prompts with images; expected text, which a server is asked with")
-    with hold_folder("out", out):
+    with hold_folder("out", out, discard=(JOURNAL, EVALUATION) if overwrite else ()):
         if (out / EVALUATION).exists():
-            raise ConfigError(f"out={out} holds an eval.json; expected another folder")
+            raise ConfigError(f"out={out} holds an eval.json; expected {ANOTHER}")
         tokenizer, config = load_tokenizer(settings.target, trust_remote_code=settings.trust_remote_code)
         template, options = settings.chat_template, settings.template_options
         urls = [server.base_url, *settings.addresses[1:]]

@@ -50,7 +50,9 @@ def test_a_lossless_pair(
     assert min(test["adjusted"] for test in sampled["sampling"]["control"]["tests"]) < 1e-3
     assert shown.split(" next: ")[1].startswith(f"draftsmith eval --target {tiny_target_folder} --drafter d=")
     assert _main(*call, "--seed", 5) == 2
-    assert "holds another check: seed=0 there, 5 here" in capsys.readouterr().err
+    assert "seed=0 there, 5 here; expected another folder, or --overwrite" in capsys.readouterr().err
+    assert _main(*call, "--seed", 5, "--overwrite") == 0
+    assert json.loads((out / "check.json").read_text())["settings"]["seed"] == 5
 
 
 def test_a_lossy_rule(

@@ -106,6 +106,10 @@ def test_a_whole_evaluation(
     assert run("eval", "compare", out, out / "eval.json") == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "no difference in speed between A's self (γ=4) and B's self (γ=4)" in shown
+    assert run(*call[:5], *call[7:], "--count", 1) == 2
+    assert "expected another folder, or --overwrite" in " ".join(capsys.readouterr().err.split())
+    assert run(*call[:5], *call[7:], "--count", 1, "--overwrite") == 0
+    assert {row["drafter"] for row in json.loads((out / "eval.json").read_text())["rows"]} == {"medusa"}
     assert run("eval", "compare", out, tmp_path / "nothing") == 2
     assert "expected an eval.json" in capsys.readouterr().err
 

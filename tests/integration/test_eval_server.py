@@ -138,6 +138,10 @@ def test_servers_take_turns_and_a_killed_measurement_continues(
     rows = json.loads((tmp_path / "out" / "eval.json").read_text())["server"]
     assert [(row["tau"], row["acceptance_at"]) for row in rows] == [(2.0, [1.0, 0.0])] * 2
     assert not journal.exists()
+    with Drafting(None).engine.running() as plain:
+        assert served(folder, prompts, plain, tmp_path / "out", "--seed", 9) == 2
+        assert served(folder, prompts, plain, tmp_path / "out", "--seed", 9, "--overwrite") == 0
+    assert json.loads((tmp_path / "out" / "eval.json").read_text())["settings"]["seed"] == 9
 
 
 @pytest.mark.parametrize(
