@@ -24,8 +24,6 @@ from draftsmith.heads.lm_head import most_frequent
 from draftsmith.train.recipe import load_recipe
 
 FAMILIES = ("medusa", "hydra", "mlp_speculator", "eagle", "hass", "eagle3", "mtp", "peagle", "dflash", "dspark")
-OWN_LM_HEAD = ("medusa", "hydra", "mlp_speculator", "eagle3", "peagle")
-"""Families whose lm_head may have fewer rows than the target's, with --draft-vocab."""
 
 
 def arguments() -> argparse.Namespace:
@@ -82,7 +80,7 @@ def main() -> None:
         for family in options.families:
             recipe = load_recipe(f"{family}/embedded")
             chosen = recipe.drafter_options()
-            if options.draft_vocab is not None and family in OWN_LM_HEAD:
+            if options.draft_vocab is not None:
                 chosen["draft_vocabulary"] = most_frequent(counts_V, options.draft_vocab)
             torch.manual_seed(0)
             drafter = HEADS[recipe.drafter.type].from_target(target.model, **chosen)

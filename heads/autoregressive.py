@@ -12,7 +12,7 @@ Committed tokens are read again with the target's features, so errors of the sta
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -37,7 +37,7 @@ from draftsmith.heads.base import (
 from draftsmith.heads.hidden_states import require_layers
 from draftsmith.heads.initial_weights import inputs_of, sampled
 from draftsmith.heads.layers import Attend, LayerConfig, Rope, cached_attention, ready, rotary, windows_of
-from draftsmith.heads.lm_head import DraftVocabulary, copy_lm_head, logits_head, weight_of
+from draftsmith.heads.lm_head import DraftVocabulary, copy_lm_head, draft_rows_of, logits_head, weight_of
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.read_positions import ReadPositions
 from draftsmith.heads.rows import Columns, Rows
@@ -60,27 +60,45 @@ class NetworkOutput:
 class DraftNetwork(nn.Module, ABC):
     """A few decoder layers that read the embedding of a token and the state at the token before it."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, draft_vocab_size: int | None = None) -> None:
         super().__init__()
         self.config = ready(config)
         windows_of(config)  # refuses other kinds of layers
         self.rotary = rotary(config)
-        self.vocabulary: DraftVocabulary | None = None
+        self.vocabulary = None if draft_vocab_size is None else DraftVocabulary(config.vocab_size, draft_vocab_size)
         self.lm_head: nn.Linear | None = None
-        """An own lm_head; None: the target's is used."""
+        """An own lm_head; None: the target's is used, or its rows of the draft vocabulary."""
         self._shared: tuple[nn.Module, ...] = ()
 
     def attach(self, target: PreTrainedModel) -> None:
         """Share the target's embeddings and `logits_head`. In a tuple they are neither trained nor saved."""
         self._shared = (target.get_input_embeddings(), logits_head(target))
+        self._share_rows()
+
+    def _share_rows(self) -> None:
+        """Copy the target's rows of the draft vocabulary, where the network has no lm_head of its own."""
+        if self.lm_head is not None or self.vocabulary is None or not self._shared:
+            return
+        rows = draft_rows_of(self._shared[1], self.vocabulary.tokens_D)
+        if rows is None:
+            raise ConfigError(
+                f"drafter.draft_vocab_size={len(self.vocabulary)} with a target whose lm_head is quantized or divided; "
+                "expected an lm_head with plain rows, or no draft vocabulary"
+            )
+        self._shared = (*self._shared[:2], rows)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._share_rows()  # the target may have moved, too
+        return self
 
     def embed(self, ids_BT: Tensor) -> Tensor:
         """Return the target's embeddings [B, T, H] in the network's dtype."""
         return self._shared[0](ids_BT).to(self.dtype)
 
     def target_head(self, states_nH: Tensor) -> Tensor:
-        """Return logits [n, V] of the target's lm_head and the operations after it."""
-        head = self._shared[1]
+        """Return logits [n, V] of the target's lm_head and the operations after it, [n, D] with a draft vocabulary."""
+        head = self._shared[-1]
         return head(states_nH.to(weight_of(head).dtype))
 
     @property
@@ -88,11 +106,14 @@ class DraftNetwork(nn.Module, ABC):
         return next(self.parameters()).dtype
 
     def start_lm_head(self, target: PreTrainedModel, draft_vocabulary: list[int] | None) -> None:
-        """Copy the target's lm_head into the own one, or its rows of the draft vocabulary."""
-        assert self.lm_head is not None, "the network has an own lm_head"
-        chosen = copy_lm_head(target, [self.lm_head], draft_vocabulary)
-        if self.vocabulary is not None:
-            self.vocabulary = chosen
+        """Set the draft vocabulary, and copy the target's lm_head, or its rows of these tokens, into the own one."""
+        if self.lm_head is not None:
+            chosen = copy_lm_head(target, [self.lm_head], draft_vocabulary)
+            self.vocabulary = None if self.vocabulary is None else chosen
+        elif draft_vocabulary is not None:
+            place = weight_of(self._shared[1])
+            self.vocabulary = DraftVocabulary.of(draft_vocabulary, len(place)).to(place.device)
+            self._share_rows()
 
     def project(self, features_nF: Tensor) -> Tensor:
         """Return the target's features as a state [n, H]."""
@@ -292,4 +313,4 @@ class AutoregressiveDrafter(NetworkDrafter[Network]):
         return "a sliding window" if any(window is not None for window in windows) else None
 
     def options(self) -> dict[str, Any]:
-        return {"train_steps": self.train_steps}
+        return {"train_steps": self.train_steps, "draft_vocab_size": self.draft_vocab_size}

@@ -351,7 +351,7 @@ class TrainableDrafter(Drafter, ABC):
 
     @property
     def draft_vocabulary(self) -> DraftVocabulary | None:
-        """The tokens of its lm_head; None for the whole vocabulary, or where the lm_head is the target's."""
+        """The tokens of its lm_head; None for the whole vocabulary."""
         return None
 
     @property
@@ -426,11 +426,11 @@ class TrainableDrafter(Drafter, ABC):
         """Return the inputs [n, F] of the feature layer at trained positions, some of them."""
         raise NotImplementedError(f"{self.type} drafters have no feature layer")
 
-    def start_body(self, signals: TeacherSignals, frequencies_V: Tensor) -> None:
+    def start_body(self, signals: TeacherSignals, frequencies_D: Tensor) -> None:
         """Change the weights of an untrained drafter by a first batch, see heads/initial_weights.py.
 
         Where the lm_head is the target's, the drafter then predicts about as well as a constant distribution.
-        `frequencies_V`: the probability of each token in the responses; none is zero.
+        `frequencies_D`: the probability in the responses of each token of the draft vocabulary; none is zero.
         """
 
     @abstractmethod

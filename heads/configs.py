@@ -118,7 +118,7 @@ class MlpSpeculatorSection(VocabularyOption):
     """Normalise the target's state first."""
 
 
-class EagleSection(DrafterSection):
+class EagleSection(VocabularyOption):
     type: Literal["eagle"]
     num_hidden_layers: Depth = 1
     """Number of decoder layers."""
@@ -156,7 +156,7 @@ class Eagle3Section(LmHeadOption, WindowOption):
     """Normalise queries and keys of each head (Qwen3), as DeepSpec does."""
 
 
-class MtpSection(DrafterSection):
+class MtpSection(VocabularyOption):
     type: Literal["mtp"]
     init: Literal["random", "native"] = "random"
     """'native' starts from the MTP module in the target's checkpoint."""

@@ -130,20 +130,18 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         return self.body.fc
 
     @torch.no_grad()
-    def start_body(self, signals: TeacherSignals, frequencies_V: Tensor) -> None:
+    def start_body(self, signals: TeacherSignals, frequencies_D: Tensor) -> None:
         """Begin with masks whose state, which no layer changes yet, predicts the tokens' frequencies."""
         body = self.body
         body.fc.weight.div_(typical_sizes(self.feature_inputs(signals)))
         silence(body)
         if body.lm_head is None:
-            state_H = best_state(body.target_head, frequencies_V, body.config.hidden_size)
+            state_H = best_state(body.target_head, frequencies_D, body.config.hidden_size)
             nn.init.constant_(body.norm.weight, float(state_H.square().mean().sqrt().clamp_min(1e-3)))
         else:
             # Masks have one state, which does not show by how much the copied lm_head's logits vary.
-            hidden_nH, tokens_D = final_states_of(signals), self.draft_vocabulary
-            u_V = frequencies_V
-            u_D = u_V if tokens_D is None else u_V[tokens_D.tokens_D.to(u_V.device)]
-            share = copied_share(hidden_nH @ body.lm_head.weight.float().T, u_D / u_D.sum())
+            hidden_nH = final_states_of(signals)
+            share = copied_share(hidden_nH @ body.lm_head.weight.float().T, frequencies_D)
             body.lm_head.weight.mul_(share * typical_sizes(hidden_nH))
             state_H = body.mask_embedding
         state_H = state_H / state_H.square().mean().sqrt().clamp_min(1e-6)

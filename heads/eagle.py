@@ -23,8 +23,8 @@ from draftsmith.heads.layers import Attend, DecoderLayer, Rope, layer_config
 class EagleNetwork(DraftNetwork):
     """fc on [embedding; state], then decoder layers, the first without its input norm."""
 
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: LlamaConfig, draft_vocab_size: int | None = None) -> None:
+        super().__init__(config, draft_vocab_size)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size)
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, norm_input=layer > 0) for layer in range(config.num_hidden_layers)
@@ -54,29 +54,38 @@ class Eagle(AutoregressiveDrafter[EagleNetwork]):
         train_steps: int = 1,
         noise: float = 0.1,
         layers: tuple[int, ...] = (FINAL,),
+        draft_vocab_size: int | None = None,
     ) -> None:
-        super().__init__(EagleNetwork(body), layers, train_steps)
+        super().__init__(EagleNetwork(body, draft_vocab_size), layers, train_steps)
         self.noise = noise
 
     @classmethod
-    def from_target(cls, target: PreTrainedModel, *, num_hidden_layers: int = 1, **options: Any) -> Self:
+    def from_target(
+        cls,
+        target: PreTrainedModel,
+        *,
+        num_hidden_layers: int = 1,
+        draft_vocabulary: list[int] | None = None,
+        **options: Any,
+    ) -> Self:
         """Return decoder layers of the target's width. At first fc passes the state through unchanged."""
         drafter = cls(layer_config(target, num_hidden_layers), **options)
         drafter.attach(target)
+        drafter.body.start_lm_head(target, draft_vocabulary)
         with torch.no_grad():
             hidden = drafter.body.config.hidden_size
             drafter.body.fc.weight[:, hidden:] += torch.eye(hidden)
         return drafter
 
     @torch.no_grad()
-    def start_body(self, signals: TeacherSignals, frequencies_V: Tensor) -> None:
+    def start_body(self, signals: TeacherSignals, frequencies_D: Tensor) -> None:
         """Begin with the target's state, drawn towards the state that predicts the tokens' frequencies."""
         body, hidden_nH = self.body, final_states_of(signals)
         hidden, device = body.config.hidden_size, body.fc.weight.device
-        mean_H, state_H = hidden_nH.mean(0), best_state(body.target_head, frequencies_V, hidden)
+        mean_H, state_H = hidden_nH.mean(0), best_state(body.target_head, frequencies_D, hidden)
         # The next step reads the state of this one, so its distance from the mean counts as well.
         read = (hidden_nH, torch.stack([state_H, 2 * mean_H - state_H]))
-        share = min(copied_share(body.target_head(states_nH).float(), frequencies_V) for states_nH in read)
+        share = min(copied_share(body.target_head(states_nH).float(), frequencies_D) for states_nH in read)
         silence(body)
         body.fc.weight.zero_()
         body.fc.weight[:, hidden:] = share * torch.eye(hidden, device=device)

@@ -22,7 +22,7 @@ from draftsmith.heads.base import Context, Level, TeacherSignals, unread
 from draftsmith.heads.configs import LmHeadTraining
 from draftsmith.heads.initial_weights import final_states_of, silence, typical_sizes
 from draftsmith.heads.layers import Attend, DecoderLayer, Rope, SelfAttention, layer_config, norm
-from draftsmith.heads.lm_head import DraftVocabulary, weight_of
+from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.model_config import text_config
 from draftsmith.heads.rows import Columns, Rows
 
@@ -65,7 +65,7 @@ class Eagle3Network(DraftNetwork):
         norm_output: bool = False,
         qk_norm: bool = False,
     ) -> None:
-        super().__init__(config)
+        super().__init__(config, draft_vocab_size)
         hidden = config.hidden_size
         self.norm_output = norm_output
         self.input_norm = norm(config, features * hidden) if norm_before_fc else nn.Identity()
@@ -76,8 +76,6 @@ class Eagle3Network(DraftNetwork):
         self.norm = norm(config)
         rows = draft_vocab_size or config.vocab_size
         self.lm_head: nn.Linear = nn.Linear(hidden, rows, bias=False)  # pyright: ignore[reportIncompatibleVariableOverride]
-        if draft_vocab_size is not None:
-            self.vocabulary = DraftVocabulary(config.vocab_size, draft_vocab_size)
 
     def project(self, features_nF: Tensor) -> Tensor:
         features_nF = self.input_norm(features_nF)
@@ -173,12 +171,11 @@ class Eagle3(AutoregressiveDrafter[Eagle3Network]):
         return self.body.fc
 
     @torch.no_grad()
-    def start_body(self, signals: TeacherSignals, frequencies_V: Tensor) -> None:
+    def start_body(self, signals: TeacherSignals, frequencies_D: Tensor) -> None:
         self.body.start(self.feature_inputs(signals), final_states_of(signals))
 
     def options(self) -> dict[str, Any]:
-        own = {"draft_vocab_size": self.draft_vocab_size, "lm_head": self.lm_head}
-        return {**super().options(), **own, **self._options}
+        return {**super().options(), "lm_head": self.lm_head, **self._options}
 
 
 def three_depths(target: PreTrainedModel) -> tuple[int, ...]:
@@ -262,7 +259,7 @@ class ParallelEagle(NetworkDrafter[Eagle3Network]):
         return self.body.fc
 
     @torch.no_grad()
-    def start_body(self, signals: TeacherSignals, frequencies_V: Tensor) -> None:
+    def start_body(self, signals: TeacherSignals, frequencies_D: Tensor) -> None:
         """Begin as EAGLE-3; masks begin with the state of median features."""
         body = self.body
         features_nF = self.feature_inputs(signals)

@@ -133,7 +133,7 @@ class Hydra(TokenHeads):
         return cls(**{**config, "prefix": None if prefix is None else LayerConfig(**prefix)})
 
     @torch.no_grad()
-    def start_body(self, signals: TeacherSignals, frequencies_V: Tensor) -> None:
+    def start_body(self, signals: TeacherSignals, frequencies_D: Tensor) -> None:
         """Begin as Medusa's heads do: what is added to the target's state starts at zero."""
         for head in self.heads:
             assert isinstance(head, HydraHead)

@@ -142,21 +142,22 @@ def input_sizes(drafter: TrainableDrafter, signals: TeacherSignals) -> dict[Tens
 @torch.no_grad()
 def fit_start(drafter: TrainableDrafter, signals: TeacherSignals, frequencies_V: Tensor) -> None:
     """Change the weights of an untrained drafter so that it predicts about as well as a constant distribution."""
-    drafter.start_body(signals, frequencies_V)
+    vocabulary = drafter.draft_vocabulary
+    u_D = frequencies_V if vocabulary is None else frequencies_V[vocabulary.tokens_D.to(frequencies_V.device)]
+    u_D = u_D / u_D.sum()
+    drafter.start_body(signals, u_D)
     if heads := drafter.own_lm_heads():
-        start_lm_heads(drafter.unroll(signals), heads, signals, frequencies_V)
+        _start_lm_heads(drafter.unroll(signals), heads, signals, u_D)
 
 
-def start_lm_heads(
-    unrolled: Sequence[DraftStates], heads: Sequence[nn.Linear], signals: TeacherSignals, frequencies_V: Tensor
+def _start_lm_heads(
+    unrolled: Sequence[DraftStates], heads: Sequence[nn.Linear], signals: TeacherSignals, frequencies_D: Tensor
 ) -> None:
     """Change the drafter's own lm_heads, one for each draft position, some of them the same module."""
     for head in dict.fromkeys(heads):
         entries = [entry for entry, own in zip(unrolled, heads, strict=True) if own is head]
         z_nF = lm_head_inputs(head, entries, signals)
-        tokens_D = entries[0].vocabulary_D
-        u_D = frequencies_V if tokens_D is None else frequencies_V[tokens_D.to(frequencies_V.device)]
-        u_D = (u_D / u_D.sum()).to(head.weight.device)
+        u_D = frequencies_D.to(head.weight.device)
         wanted_D = u_D.log() - u_D.log().mean()
         share, mean_F = copied_share(z_nF @ head.weight.float().T, u_D), z_nF.mean(0)
         added_D = wanted_D - share * (head.weight @ mean_F.to(head.weight))

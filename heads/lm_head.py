@@ -46,6 +46,11 @@ class LogitsMap:
     """Input of the lm_head relative to the last hidden state of the base model (MiniCPM3 divides it); None for another
     relation."""
 
+    @property
+    def is_identity(self) -> bool:
+        """Whether the output of the lm_head is the model's logits."""
+        return self.scale == 1 and self.cap is None and self.bias_V is None
+
     def __call__(self, logits_nV: Tensor) -> Tensor:
         """Return the model's logits for the output of its lm_head."""
         if self.scale != 1:
@@ -79,26 +84,28 @@ def logits_head(model: PreTrainedModel) -> nn.Module:
     """
     after, lm_head = logits_map(model), model.get_output_embeddings()
     assert lm_head is not None, "checked by logits_map"
-    plain = after.scale == 1 and after.cap is None and after.bias_V is None
-    return lm_head if plain else LogitsHead(lm_head, after)
+    return lm_head if after.is_identity else LogitsHead(lm_head, after)
 
 
 PLAIN = (nn.Parameter, Tensor, FakeTensor)
 """Types of weights whose rows can be taken; fake ones are those of the memory estimate."""
 
 
-def draft_rows_of(lm_head: Callable[[Tensor], Tensor], tokens_D: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """Return the map from states [n, H] to the logits [n, D] of some tokens.
+def draft_rows_of(lm_head: Callable[[Tensor], Tensor], tokens_D: Tensor) -> nn.Module | None:
+    """Return the map from states [n, H] to the logits [n, D] of some tokens, whose rows it copies.
 
     None for an lm_head that is not a linear layer with a plain weight: quantized and divided ones have no such rows.
     """
     linear, after = (lm_head.lm_head, lm_head.after) if isinstance(lm_head, LogitsHead) else (lm_head, LogitsMap())
     if not isinstance(linear, nn.Linear) or type(linear.weight) not in PLAIN:
         return None
-    bias_V = after.bias_V
-    after = replace(after, bias_V=None if bias_V is None else bias_V.to(tokens_D.device)[tokens_D])
-    weight_DH, bias_D = linear.weight[tokens_D], None if linear.bias is None else linear.bias[tokens_D]
-    return lambda states_nH: after(nn.functional.linear(states_nH, weight_DH, bias_D))
+    tokens_D = tokens_D.to(linear.weight.device)
+    rows = nn.Linear(linear.in_features, len(tokens_D), bias=linear.bias is not None, device="meta")
+    for name, value in linear.named_parameters():
+        setattr(rows, name, nn.Parameter(value.detach()[tokens_D], requires_grad=False))
+    if after.bias_V is not None:
+        after = replace(after, bias_V=after.bias_V.to(tokens_D.device)[tokens_D])
+    return rows if after.is_identity else LogitsHead(rows, after)
 
 
 def scaled_weight(model: PreTrainedModel) -> Tensor:

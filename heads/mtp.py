@@ -28,9 +28,15 @@ class Mtp(AutoregressiveDrafter[MtpNetwork]):
     type: ClassVar[str] = "mtp"
 
     def __init__(
-        self, body: LlamaConfig, *, train_steps: int = 3, layers: tuple[int, ...] = (FINAL,), **options: bool
+        self,
+        body: LlamaConfig,
+        *,
+        train_steps: int = 3,
+        layers: tuple[int, ...] = (FINAL,),
+        draft_vocab_size: int | None = None,
+        **options: bool,
     ) -> None:
-        super().__init__(MtpNetwork(body, **options), layers, train_steps)
+        super().__init__(MtpNetwork(body, draft_vocab_size, **options), layers, train_steps)
         self._options = options
 
     @classmethod
@@ -40,6 +46,7 @@ class Mtp(AutoregressiveDrafter[MtpNetwork]):
         *,
         init: Literal["random", "native"] = "random",
         num_hidden_layers: int = 1,
+        draft_vocabulary: list[int] | None = None,
         **options: Any,
     ) -> Self:
         """Return a module of the target's width; `init="native"` loads the one of the target's own checkpoint."""
@@ -48,9 +55,11 @@ class Mtp(AutoregressiveDrafter[MtpNetwork]):
             drafter = cls(body, layers=(FINAL,), **own, **options)
             drafter.attach(target)
             drafter.body.load_state_dict(weights)
+            drafter.body.start_lm_head(target, draft_vocabulary)
             return drafter
         drafter = cls(layer_config(target, num_hidden_layers), **options)
         drafter.attach(target)
+        drafter.body.start_lm_head(target, draft_vocabulary)
         with torch.no_grad():
             hidden = drafter.body.config.hidden_size
             drafter.body.input_proj.weight[:, :hidden] += torch.eye(hidden)
@@ -64,17 +73,18 @@ class Mtp(AutoregressiveDrafter[MtpNetwork]):
             return cls.from_target(target, **{**options, "init": "random"})
         drafter = cls(layer, train_steps=options["train_steps"])
         drafter.attach(target)
+        drafter.body.start_lm_head(target, options.get("draft_vocabulary"))
         return drafter
 
     @torch.no_grad()
-    def start_body(self, signals: TeacherSignals, frequencies_V: Tensor) -> None:
+    def start_body(self, signals: TeacherSignals, frequencies_D: Tensor) -> None:
         """Begin with the target's normed state, drawn towards the state that predicts the tokens' frequencies."""
         body = self.body
         hidden, device = body.config.hidden_size, body.input_proj.weight.device
-        state_H = best_state(body.target_head, frequencies_V, hidden)
+        state_H = best_state(body.target_head, frequencies_D, hidden)
         gain = state_H.square().mean().sqrt().clamp_min(1e-3)
         normed_nH = body.hidden_layernorm(final_states_of(signals))
-        share = copied_share(body.target_head(gain * normed_nH).float(), frequencies_V)
+        share = copied_share(body.target_head(gain * normed_nH).float(), frequencies_D)
         # The next step reads the state of this one, for which m.z should be 1, too.
         fed_back_nH = body.hidden_layernorm(state_H).expand(max(1, len(normed_nH) // 4), -1)
         silence(body)

@@ -63,8 +63,16 @@ class MtpNetwork(DraftNetwork):
         layer: further options of Llama's layers, see `DecoderLayer`.
     """
 
-    def __init__(self, config: LlamaConfig, *, centred: bool = False, target_norm: bool = False, **layer: bool) -> None:
-        super().__init__(config)
+    def __init__(
+        self,
+        config: LlamaConfig,
+        draft_vocab_size: int | None = None,
+        *,
+        centred: bool = False,
+        target_norm: bool = False,
+        **layer: bool,
+    ) -> None:
+        super().__init__(config, draft_vocab_size)
         self.token_layernorm, self.hidden_layernorm = norm(config, centred=centred), norm(config, centred=centred)
         self.input_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         if config.model_type == "llama":

@@ -115,8 +115,7 @@ def write_dflash(source: Source[DFlash]) -> Serving:
     metadata |= {"block_size": drafter.block_size, "tokenizer.ggml.mask_token_id": mask_token}
     if rank:
         metadata |= {"sample_from_anchor": anchored, "has_confidence_head": confident}
-    after = logits_map(source.target)
-    plain = body.lm_head is not None or (after.scale == 1 and after.cap is None and after.bias_V is None)
+    plain = body.lm_head is not None or logits_map(source.target).is_identity
     source.require(plain, "a target that scales or caps its logits", "another format")
     for name, value in embeddings.items():
         tensors[_name(source, f"model.{name}")] = value

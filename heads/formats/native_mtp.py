@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.formats.common import SAMPLED, Serving, Source, vllm_command
+from draftsmith.heads.formats.common import SAMPLED, Serving, Source, token_map, vllm_command
 from draftsmith.heads.layers import last_norm_is_centred, layer_config
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.model_config import text_config
@@ -298,7 +298,8 @@ def write_native(source: Source[Any]) -> Serving:
     layout, prefix, tensors = _find(source.target)
     stored = frozenset(tensors)
     body, options, weights = represented(source.target, layout, tensors)
-    own = {name: value.detach().cpu() for name, value in source.drafter.body.state_dict().items()}
+    state = source.drafter.body.state_dict().items()
+    own = {name: value.detach().cpu() for name, value in state if not name.startswith("vocabulary.")}
     same = {name: value.shape for name, value in own.items()} == {name: value.shape for name, value in weights.items()}
     mine = {name: True for name in OPTIONS if source.drafter.options().get(name)}
     theirs = source.drafter.body.config
@@ -323,6 +324,7 @@ def write_native(source: Source[Any]) -> Serving:
         f"TARGET_FOLDER is a copy of {source.target_name}: these are its files that contain the module ({prefix}*), "
         "with every other tensor unchanged, in the dtypes of the target's files.",
         "The state is the output of the target's last norm, in every step; engines feed later steps as they see fit.",
+        *token_map(source),
     ]
     return Serving("vLLM, SGLang or transformers", usage, notes=notes, port=8000, model="TARGET_FOLDER")
 

@@ -393,10 +393,13 @@ HEADS_OF_TARGETS: dict[str, dict[str, object]] = {
     "mlp_speculator of IBM": {"num_heads": 2, "fms": True, "scale_input": False},
     "mlp_speculator": {"num_heads": 2},
     "eagle": {},
+    "eagle of 3 tokens": {"draft_vocabulary": [1, 3, 4]},
     "hass": {},
+    "hass of 3 tokens": {"draft_vocabulary": [0, 1, 2]},
     "eagle3": {},
     "eagle3 of 3 tokens": {"draft_vocabulary": [1, 2, 4]},
     "mtp": {},
+    "mtp of 3 tokens": {"draft_vocabulary": [0, 2, 4]},
     "peagle": {"num_tokens": 2},
     "dflash": {"block_size": 3},
     "dflash with Markov bias and confidence": {"block_size": 3, "markov_rank": 2, "confidence_head": True},
@@ -459,7 +462,7 @@ def _decoded(target: nn.Module, drafter: Drafter, policy: Policy, at_once: int =
 OF_MODELS = [Chain(2), CHOSEN_TREES[1], ConfidenceChain(0.4, 2), *DRAWN_TREES]
 ALONE = (
     *product(["draft_model", "hydra with a prefix layer", "eagle3 of 3 tokens", "peagle"], OF_MODELS[:1]),
-    *product(["medusa", "mlp_speculator", "mtp", "dflash with a recurrent Markov bias"], OF_MODELS[1:2]),
+    *product(["medusa", "mlp_speculator", "mtp of 3 tokens", "dflash with a recurrent Markov bias"], OF_MODELS[1:2]),
 )
 """A drafter of each family whose texts are decoded alone in `make test`; rows of a batch are those of all drafters."""
 

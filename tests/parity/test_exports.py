@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_llama
-from parity.published_files import DRAFTED, HEADS, INNER, KEPT, KV_HEADS, PROMPT
+from parity.published_files import DRAFTED, HEADS, INNER, KEPT, KV_HEADS, PROMPT, VOCAB
 from recording import decoded_logits
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
@@ -79,6 +79,22 @@ WRITTEN: dict[str, tuple[str, dict[str, Any], str]] = {
 CLASSES = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel", "dflash": "DFlashDraftModel"}
 CLASSES |= {"dspark": "DSparkDraftModel"}
 INTEGERS = {"d2t": torch.int64, "t2d": torch.bool, "token_map": torch.int64}
+
+
+@pytest.mark.parametrize("kind", ["eagle", "hass"])
+def test_rows_of_the_targets_lm_head_are_a_list_for_sglang(kind: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
+    """The drafter itself is written as one of the full lm_head, whose logits of these tokens are the same."""
+    drafter = made(kind, target, draft_vocabulary=KEPT)
+    written = exported(drafter, target, "sglang", tmp_path / "out")
+    assert torch.load(written.folder / "token_map.pt", weights_only=True) == sorted(KEPT)
+    assert f"--speculative-token-map {written.folder}/token_map.pt" in written.usage
+    assert any("8 tokens" in note and "full lm_head" in note for note in written.serving.notes)
+    again = load_drafter(written.folder, target)
+    assert again.draft_vocabulary is None
+    with torch.no_grad():
+        rows, whole = (decoded_logits(each, target, PROMPT, DRAFTED) for each in (drafter, again))
+    torch.testing.assert_close(rows[..., KEPT], whole[..., KEPT])
+    assert rows.isneginf().sum(-1).eq(VOCAB - len(KEPT)).all()
 
 
 @pytest.mark.parametrize("name", WRITTEN)

@@ -171,6 +171,24 @@ def test_heads_with_the_targets_lm_head_draft_with_its_operations(
     torch.testing.assert_close(decoded_V, expected_V)
 
 
+@pytest.mark.parametrize("kind", ["eagle", "hass", "mtp"])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma2ForCausalLM", "GraniteForCausalLM"])
+def test_rows_of_all_tokens_are_the_lm_head(name: str, kind: str) -> None:
+    """With a draft vocabulary of every token, loss and gradients are those of the whole lm_head, in fp64."""
+    target, read = target_of(name), batch()
+    made = []
+    for vocabulary in ({}, {"draft_vocabulary": list(range(64))}):
+        torch.manual_seed(2)
+        drafter = HEADS[kind].from_target(target, **vocabulary).double().eval()
+        teacher = OnlineTeacher(target, drafter.needs.layers)
+        loss = AgreementStep(drafter, Objective("kl"), teacher)(read, 0.0, Last()).loss
+        loss.backward()
+        made.append({"loss": loss, **{part: weight.grad for part, weight in drafter.named_parameters()}})
+    whole, rows = made
+    assert all(value is not None for value in whole.values())
+    torch.testing.assert_close(rows, whole, rtol=1e-9, atol=1e-12)
+
+
 def test_other_lm_heads_start_with_the_scale() -> None:
     target = target_of("GraniteForCausalLM")
     lm_head = target.get_output_embeddings()

@@ -30,6 +30,7 @@ from draftsmith import ConfigError, load_drafter
 from draftsmith.heads.base import TeacherSignals, TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.heads.layers import layer_config
+from draftsmith.heads.mtp import Mtp
 from draftsmith.hub.export import export_drafter, import_from
 from draftsmith.train.memory_estimate import estimate_memory
 from draftsmith.train.recipe import parse_recipe
@@ -185,6 +186,12 @@ def test_only_files_with_the_module_are_written(tmp_path: Path) -> None:
     assert sorted(file.name for file in result.folder.iterdir()) == ["README.md", "mtp.safetensors"]
     assert '"method": "mtp", "draft_sample_method": "probabilistic", "num_speculative_tokens"' in result.usage
     assert "cp " in result.usage
+    # A draft vocabulary is a list beside the module, which is the same.
+    few = Mtp.from_target(target, init="native", draft_vocabulary=[3, 9, 20])
+    listed = export_drafter(few, target, "native", tmp_path / "few", target_name="org/target")
+    assert torch.load(listed.folder / "token_map.pt", weights_only=True) == [3, 9, 20]
+    assert listed.tensors == result.tensors
+    assert any("full lm_head" in note for note in listed.serving.notes)
 
 
 def test_import_saves_the_targets_own_module(tmp_path: Path, tiny_tokenizer: Any) -> None:

@@ -39,6 +39,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp_speculator, fms": ("mlp_speculator", {"fms": True, "scale_input": False}),
     "mlp_speculator, narrow": ("mlp_speculator", {"inner_size": 16, "draft_vocabulary": EVEN, "tie_weights": False}),
     "eagle": ("eagle", {"train_steps": 3}),
+    "eagle, 32 tokens": ("eagle", {"train_steps": 3, "draft_vocabulary": EVEN}),
     "hass": ("hass", {"num_hidden_layers": 2}),
     "eagle3": ("eagle3", {}),
     "eagle3, 32 tokens": ("eagle3", {"draft_vocabulary": EVEN, "num_hidden_layers": 2}),
@@ -46,6 +47,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3 in windows": ("eagle3", {"num_hidden_layers": 2, "windows": ["sliding_attention", "full_attention"]}),
     "eagle3 in a window": ("eagle3", {"window": 3}),
     "mtp": ("mtp", {}),
+    "mtp, 32 tokens": ("mtp", {"draft_vocabulary": EVEN}),
     "peagle": ("peagle", {"num_tokens": 3, "draft_vocabulary": EVEN}),
     "peagle in a window": ("peagle", {"num_tokens": 3, "window": 3}),
     "dflash": ("dflash", {"block_size": 4}),
@@ -70,8 +72,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 ONE_OF_EACH = (
     *("draft_model pruned", "draft_model of another kind", "medusa, 32 tokens", "hydra++", "mlp_speculator", "eagle"),
-    *("eagle3, 32 tokens", "eagle3.1", "eagle3 in windows", "mtp", "peagle", "dflash in a window, not causal"),
-    *("dflash from the anchor", "dspark, recurrent"),
+    *("eagle3, 32 tokens", "eagle3.1", "eagle3 in windows", "mtp, 32 tokens", "peagle", "dspark, recurrent"),
+    *("dflash in a window, not causal", "dflash from the anchor"),
 )
 """They stand for all families where whole texts are decoded, in `make test`."""
 PROMPTS = [[5, 9, 33, 2, 5, 9], [7], [40, 3]]
@@ -281,14 +283,15 @@ def test_round_trip_is_bit_exact(name: str, tmp_path: Path, tiny_tokenizer: PreT
 
 def test_nothing_of_the_target_is_saved_or_trained(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     target = target_model()
-    for name in ("hydra", "eagle", "eagle3", "mtp", "dflash"):
+    for name in ("hydra", "eagle, 32 tokens", "eagle3", "mtp", "dflash"):
         drafter = make(name, target)
         assert not {id(p) for p in drafter.parameters()} & {id(p) for p in target.parameters()}
         files = load_file(save(drafter, tmp_path / name, target, tiny_tokenizer) / "model.safetensors")
         assert not any("embed_tokens" in key for key in files)
+        assert name == "eagle3" or not any("body.lm_head" in key for key in files)
 
 
-@pytest.mark.parametrize("name", ["medusa, 32 tokens", "eagle3, 32 tokens"])
+@pytest.mark.parametrize("name", ["medusa, 32 tokens", "eagle3, 32 tokens", "mtp, 32 tokens"])
 def test_a_stale_draft_vocabulary_is_refused(
     name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:

@@ -81,6 +81,7 @@ def real_peak(
         ({"type": "medusa"}, {"cotrain": {"lora_rank": 4, "warmup_fraction": 0.0}}),
         ({"type": "eagle3", "train_steps": 3, "layers": [1, 2]}, {}),
         ({"type": "eagle3", "train_steps": 3, "layers": [1, 2], "lm_head": "frozen"}, {}),
+        ({"type": "mtp", "draft_vocab_size": 70}, {}),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -159,6 +160,10 @@ def test_bf16_processes_vocabulary_and_quantisation_are_seen() -> None:
     assert two.activations > sharded.activations + 0.5 * heads, "buckets stay while the objective makes gradients"
     few = memory.estimate_memory(recipe_of({"type": "medusa", "draft_vocab_size": 70}), config)
     assert few.drafter < 0.5 * one.drafter
+    whole = memory.estimate_memory(recipe_of({"type": "mtp"}), config)
+    rows = memory.estimate_memory(recipe_of({"type": "mtp", "draft_vocab_size": 70}), config)
+    assert rows.drafter - whole.drafter == 70 * 64 * 4 + 70 * 8 + 700, "the rows and the map of their tokens"
+    assert rows.activations < whole.activations
     frozen = memory.estimate_memory(recipe_of({"type": "medusa", "lm_head": "frozen"}), config)
     assert frozen.drafter == one.drafter
     assert one.gradients - frozen.gradients == heads
