@@ -1,15 +1,18 @@
 """The recipe's section `data`: which texts a run reads, and how the target's responses to them are sampled."""
 
+import math
 import os
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from ipaddress import ip_address
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from draftsmith.config import Count, Number, Section, TemplateVariables, Whole, section_of
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, reason_of
+from draftsmith.reading import parse_yaml
 
 SELF = "self"
 """The value of `prompts` with which the target writes the prompts itself."""
@@ -65,11 +68,72 @@ class ServerSection(Section):
         return {"model": self.model, **self.model_dump(include={"route", "top_p", "thinking", "extra_body"})}
 
 
+class SourceSection(Section):
+    prompts: str
+    """'embedded', a file or a folder, a Hub data set, or 'self', as one string in `data.prompts`."""
+    share: Annotated[Number, Field(ge=0, le=1e9)] = 1.0
+    """Part of the samples, relative to the sum of all shares; 0 leaves the source out."""
+    subset: str | None = None
+    """Configuration of a Hub data set."""
+    split: str = "train"
+    """Split of a Hub data set."""
+    response: Literal["target", "text"] | None = None
+    """As `data.response`, which is the default."""
+
+
+def _require_sources(prompts: "str | list[SourceSection]") -> "str | list[SourceSection]":
+    if not isinstance(prompts, str) and not sum(source.share for source in prompts):
+        raise ValueError("at least one source, and shares that sum to more than 0")
+    return prompts
+
+
+Prompts = Annotated[str | list[SourceSection], AfterValidator(_require_sources)]
+"""One source, or several with shares."""
+
+
+def sources_of(prompts: Prompts | None) -> list[SourceSection]:
+    """Return all sources; none for None."""
+    return [SourceSection(prompts=prompts)] if isinstance(prompts, str) else prompts or []
+
+
+def counts_of(sources: Sequence[SourceSection], count: int) -> list[int]:
+    """Return the number of samples of each source, by its share; their sum is `count`."""
+    total, passed, counts = math.fsum(source.share for source in sources), 0.0, list[int]()
+    for source in sources:
+        passed += source.share
+        counts.append(round(count * min(1.0, passed / total)) - sum(counts))
+    return counts
+
+
+def for_each_source(check: Callable[[str, str], object]) -> Callable[[Prompts, str], None]:
+    """Return a check of all sources from a check of a name, which is called with the name of its option, too."""
+
+    def check_all(prompts: Prompts, key: str) -> None:
+        for source in sources_of(prompts):
+            check(source.prompts, key)
+
+    return check_all
+
+
+def read_sources_option(text: str, name: str) -> Any:
+    """Return the prompts that an option names: one source, or the plain values of a list of several as YAML."""
+    if not text.lstrip().startswith("["):
+        return text
+    try:
+        given = parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}={text} is not YAML ({reason_of(error)}); expected a list of sources") from error
+    for place, one in enumerate(given):  # messages of the section that holds the list would name `prompts` only
+        section_of(SourceSection, lambda path, place=place: ".".join(map(str, (name, place, *path))), one)
+    return given
+
+
 class DataSection(Section):
-    prompts: str = "embedded"
+    prompts: Prompts = "embedded"
     """'embedded'; a file (JSONL, JSON, Parquet, text) or a folder of them; a Hub data set; or 'self': the target writes
     the user's turns of its own chat template (distill/self_prompts.py). Rows have `messages`, `conversations`
-    (ShareGPT), `turns`, `prompt`, `question`, `instruction` or `text`, or `input_ids` with `loss_mask`."""
+    (ShareGPT), `turns`, `prompt`, `question`, `instruction` or `text`, or `input_ids` with `loss_mask`. Or a list of
+    such sources with shares of `data.count`."""
     subset: str | None = None
     """Configuration of a Hub data set."""
     split: str = "train"
@@ -114,10 +178,47 @@ class DataSection(Section):
     """Pack several samples into one row of data.prompt_tokens + data.response_tokens, to reduce padding; attention
     stays within a sample."""
 
+    @model_validator(mode="after")
+    def _check_sources(self) -> Self:
+        for key, value in {"subset": self.subset, "split": None if self.split == "train" else self.split}.items():
+            if value is not None and not isinstance(self.prompts, str):
+                raise ConfigError(f"{key}={value} with a list of prompts; expected it in each source")
+        return self
+
+    @property
+    def sources(self) -> list["DataSection"]:
+        """The section of each source, with its part of `count`; of one source, this section."""
+        if isinstance(self.prompts, str):
+            return [self]
+        parts = zip(self.prompts, counts_of(self.prompts, self.count), strict=True)
+        return [
+            self.model_copy(
+                update={
+                    **source.model_dump(include={"prompts", "subset", "split"}),
+                    "count": count,
+                    "response": source.response or self.response,
+                }
+            )
+            for source, count in parts
+            if count
+        ]
+
+    @property
+    def source(self) -> str:
+        """The prompts of a section with one source."""
+        assert isinstance(self.prompts, str), "each of several sources has a section of its own"
+        return self.prompts
+
+    @property
+    def label(self) -> str:
+        """The one source for messages: `prompts`, with the subset and split of a Hub data set."""
+        named = [self.subset, None if self.split == "train" else self.split]
+        return " ".join([self.source, *(name for name in named if name is not None)])
+
     @property
     def answered(self) -> bool:
-        """Whether the responses are in the file."""
-        return self.response == "text"
+        """Whether all responses are in the files."""
+        return all(source.response == "text" for source in self.sources)
 
     @property
     def prompts_trained(self) -> bool:

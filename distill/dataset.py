@@ -112,7 +112,7 @@ def read_examples(
     disable_progress_bars()
     if data.prompts == EMBEDDED:
         return _embedded(chat, data, seed)
-    stamp = source_stamp(data.prompts, data.subset, data.split)
+    stamp = source_stamp(data.source, data.subset, data.split)
     if data.images is not None:
         stamp = [stamp, source_stamp(data.images), str(chat.processor)]
     limits = data.model_dump(include={"prompts", "count", "prompt_tokens", "response_tokens"})
@@ -126,7 +126,7 @@ def read_examples(
                 counts = _write(temporary / "rows.arrow", chat, data, context, report)
                 write_json(temporary / "counts.json", asdict(counts))
     counts = RowCounts(**json.loads((folder / "counts.json").read_text(encoding="utf-8")))
-    for line in counts.lines(data.prompts):
+    for line in counts.lines(data.label):
         report(line)
     return Dataset.from_file(str(folder / "rows.arrow"))
 
@@ -136,8 +136,7 @@ def _write(file: Path, chat: Chat, data: DataSection, context: int | None, repor
     counts, kept, began = RowCounts(), 0, time.monotonic()
     said = began
     chat = replace(chat, longest=characters(data.prompt_tokens + data.response_tokens))
-    features = Features({**FEATURES, **MARKED}) if data.prompts_trained else FEATURES
-    with ArrowWriter(features=features, path=str(file)) as writer:
+    with ArrowWriter(features=_features(data), path=str(file)) as writer:
         for row in _examples(chat, data, context, counts):
             writer.write(row)
             kept += 1
@@ -145,21 +144,25 @@ def _write(file: Path, chat: Chat, data: DataSection, context: int | None, repor
                 said = time.monotonic()
                 left = clock((said - began) * (data.count / kept - 1))  # less where the data end before
                 read = f"{counts.rows:,} rows read, {kept:,} of {data.count:,} samples"
-                report(f"{data.prompts}: {read}, at most {left} left")
+                report(f"{data.label}: {read}, at most {left} left")
             if kept == data.count:
                 break
         writer.finalize()
     if not kept:
-        why = "; ".join(counts.lines(data.prompts))
-        raise ConfigError(f"data.prompts={data.prompts} leaves nothing to train on ({why}); expected at least one row")
+        why = "; ".join(counts.lines(data.label))
+        raise ConfigError(f"data.prompts={data.label} leaves nothing to train on ({why}); expected at least one row")
     return counts
+
+
+def _features(data: DataSection) -> Features:
+    return Features({**FEATURES, **MARKED}) if data.prompts_trained else FEATURES
 
 
 def _examples(chat: Chat, data: DataSection, context: int | None, counts: RowCounts) -> Iterator[dict[str, Any]]:
     seen: set[str] = set()
     refused, last = 0, None
     folder = None if data.images is None else Path(data.images).expanduser()
-    for place, row in read_source(data.prompts, data.subset, data.split):
+    for place, row in read_source(data.source, data.subset, data.split):
         counts.rows += 1
         try:
             dialogue = conversation(place, row, folder)
@@ -266,17 +269,18 @@ def _embedded(chat: Chat, data: DataSection, seed: int) -> Dataset:
     window = prompt + (data.response_tokens if data.answered else 0)
     rows = embedded_prompts(chat.tokenizer, "train", data.count, window, seed)
     spans = [[prompt, window]] if data.answered else []
+    same = {"spans": spans, "turns": "", "images": ""} | ({"marked": []} if data.prompts_trained else {})
     return Dataset.from_list(
-        [{"input_ids": row.input_ids, "spans": spans, "opening": row.id, "turns": "", "images": ""} for row in rows],
-        features=FEATURES,
+        [{**same, "input_ids": row.input_ids, "opening": row.id} for row in rows], features=_features(data)
     )
 
 
 class HeldOut(NamedTuple):
-    """A prompt that is kept out of training; `images`: see `FEATURES`."""
+    """A prompt that is kept out of training; `images`: see `FEATURES`; `source`: its index."""
 
     input_ids: list[int]
     images: str = ""
+    source: int = 0
 
 
 def hold_out(examples: Dataset, count: int) -> tuple[Dataset, list[HeldOut]]:
@@ -302,7 +306,7 @@ def hold_out(examples: Dataset, count: int) -> tuple[Dataset, list[HeldOut]]:
         elif opening not in prompts:
             row = examples[index]
             ids = row["input_ids"][: row["spans"][0][0]] if row["spans"] else row["input_ids"]
-            prompts[opening] = HeldOut(ids, row.get("images", ""))
+            prompts[opening] = HeldOut(ids, row.get("images", ""), row.get("source", 0))
     return examples.select(kept), list(prompts.values())
 
 

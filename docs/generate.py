@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from typer.main import get_command
 
 from draftsmith.cli import app
-from draftsmith.distill.data_section import ServerSection
+from draftsmith.distill.data_section import ServerSection, SourceSection
 from draftsmith.heads.configs import DRAFTERS
 from draftsmith.train.recipe import SECTIONS, Recipe
 
@@ -38,6 +38,7 @@ def recipe_page() -> str:
     for name, section in SECTIONS.items():
         parts.append(_section(f"`{name}`", _keys(section), Recipe.model_fields[name].description or ""))
         if name == "data":
+            parts.append(_section("A source in a list of `prompts`", _keys(SourceSection)))
             parts.append(_section("`data.server`", _keys(ServerSection)))
     drafters = {name: _keys(entry.section, but=("type",)) for name, entry in DRAFTERS.items()}
     shared = [

@@ -125,6 +125,10 @@ def section_of(kind: type[AnySection], key: Callable[[FieldPath], str], values: 
         name, value = key(problem["loc"]), problem["input"]
         if problem["type"] == "missing":
             raise ConfigError(f"{name} is missing; expected {meaning(_field(kind, problem['loc']))}") from error
+        if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
+            raise ConfigError(
+                f"unknown key {name}={value!r}; expected one of {', '.join(kind.model_fields)}"
+            ) from error
         shown = value if name.startswith("--") and value and isinstance(value, str) else repr(value)
         raise ConfigError(f"{name}={shown}; expected {expected(problem)}") from error
 

@@ -188,6 +188,7 @@ def write_card(
         plots=plots,
         recipe=recipe if {"data", "objective", "teacher", "train"} <= recipe.keys() else None,
         recipe_text=dump_yaml(recipe),
+        sources=_sources(recipe.get("data") or {}),
         steps=max((row["step"] for row in metrics if "loss" in row), default=(recipe.get("train") or {}).get("steps")),
         generates=(folder / CODE / "generate.py").is_file(),
         engines=_engines(section, base_model),
@@ -261,6 +262,15 @@ def _target_name(section: dict[str, Any]) -> str:
 
 
 def _hub_datasets(recipe: dict[str, Any]) -> list[str]:
-    """Return the data set of the Hub that a recipe trains on, if there is one."""
-    source = (recipe.get("teacher") or {}).get("file") or (recipe.get("data") or {}).get("prompts")
-    return [source] if source is not None and not is_local(source) else []
+    """Return the data sets of the Hub that a recipe trains on."""
+    file = (recipe.get("teacher") or {}).get("file")
+    names = [source["prompts"] for source in _sources(recipe.get("data") or {})] if file is None else [file]
+    return [name for name in dict.fromkeys(names) if not is_local(name)]
+
+
+def _sources(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the sources of a recipe's section `data`, each with `prompts`, `response` and `share` of all samples."""
+    prompts, response = data.get("prompts"), data.get("response")
+    given = prompts if isinstance(prompts, list) else [] if prompts is None else [{"prompts": prompts}]
+    total = sum(source.get("share", 1) for source in given)
+    return [{**one, "response": one.get("response") or response, "share": one.get("share", 1) / total} for one in given]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from draftsmith.distill.chat_template import template_text
 from draftsmith.distill.conversation import EmptyConversation, conversation
-from draftsmith.distill.data_section import SELF, require_client
+from draftsmith.distill.data_section import SELF, require_client, sources_of
 from draftsmith.distill.sources import read_source
 from draftsmith.errors import ConfigError
 from draftsmith.names import EMBEDDED, prompts_look_local
@@ -34,9 +34,9 @@ def preflight(recipe: Recipe, *, training: bool) -> None:
         require_quantization(recipe.target.quantization, recipe.target.dtype)
     if recipe.data.chat_template is not None:
         template_text(recipe.data.chat_template)
-    for source in (recipe.data.prompts, recipe.evaluation.prompts):
-        if source not in (None, EMBEDDED, SELF):
-            _require_readable(source)
+    for source in (*sources_of(recipe.data.prompts), *sources_of(recipe.evaluation.prompts)):
+        if source.prompts not in (EMBEDDED, SELF):
+            _require_readable(source.prompts)
 
 
 def _require_tracker(tracker: str) -> None:

@@ -14,10 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.data_section import DataSection, ServerSection
-from draftsmith.distill.dataset import length_statistics, read_examples
+from draftsmith.distill.dataset import length_statistics
 from draftsmith.distill.detokenize import text_after
 from draftsmith.distill.load_target import load_ends, load_target, load_tokenizer
 from draftsmith.distill.messages import ASSISTANT
+from draftsmith.distill.mixture import of_source, read_sources
 from draftsmith.distill.regeneration import (
     Sampler,
     response_folders,
@@ -55,13 +56,13 @@ def preview(settings: Preview) -> None:
     console = Terminal()
     notes: list[str] = []
     # Without answers, the recipe decides how long responses will be.
-    read = data if data.answered else data.model_copy(update={"response_tokens": 0})
-    rows = read_examples(chat, read, context_limit(config), notes.append)
+    sources = [it if it.answered else it.model_copy(update={"response_tokens": 0}) for it in data.sources]
+    rows = read_sources(chat, sources, context_limit(config), notes.append)
     for index in range(min(settings.show, len(rows))):
         _show(console, tokenizer, rows[index], index + 1)
     for note in notes:
         console.print(note, soft_wrap=True)
-    console.print(_table(rows))
+    console.print(_table(rows, sources))
     if not data.answered:
         console.print("These are prompts; a recipe samples responses to them from the target (data.response: target).")
 
@@ -85,12 +86,15 @@ def _show(console: Terminal, tokenizer: PreTrainedTokenizerBase, row: dict[str, 
     console.print(text, soft_wrap=True)
 
 
-def _table(rows: Dataset) -> Table:
+def _table(rows: Dataset, sources: list[DataSection]) -> Table:
     columns = ("samples", "tokens", "trained", "5 %", "median", "95 %", "longest")
     table = Table(title="Lengths in tokens")
-    for column in columns:
-        table.add_column(column, justify="right")
-    table.add_row(*(f"{value:,}" for value in length_statistics(rows)))
+    several = len(sources) > 1
+    for column in ("source", *columns) if several else columns:
+        table.add_column(column, justify="left" if column == "source" else "right", overflow="fold")
+    for number, source in enumerate(sources if several else ()):
+        table.add_row(source.label, *(f"{value:,}" for value in length_statistics(of_source(rows, number))))
+    table.add_row(*["all"] * several, *(f"{value:,}" for value in length_statistics(rows)))
     return table
 
 
@@ -121,7 +125,7 @@ def _regenerate(settings: Regeneration) -> None:
     )
     chat = _chat(data, loaded.tokenizer, eos_tokens(loaded.model.config, loaded.model.generation_config))
     console = Console(True)
-    questions = read_examples(chat, data, context_limit(loaded.model.config), console.say)
+    questions = _questions(chat, data, context_limit(loaded.model.config), console)
     name = settings.drafter
     drafter = None if name is None else load_drafter(name, loaded.model, loaded.tokenizer)
     sampler = Sampler(loaded, chat, data, settings.seed, drafter)
@@ -135,6 +139,12 @@ def _regenerate(settings: Regeneration) -> None:
         shutil.rmtree(place)
     console.say(f"{sampled['tokens']:,} tokens with tau {sampled['tau']:.2f}")
     console.say(f"{out}: {len(rows):,} samples")
+
+
+def _questions(chat: Chat, data: DataSection, context: int | None, console: Console) -> Dataset:
+    """Return the prompts of all sources, also of those that have answers."""
+    sources = [source.model_copy(update={"response": "target"}) for source in data.sources]
+    return read_sources(chat, sources, context, console.say)
 
 
 def _chat(data: DataSection, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]) -> Chat:
@@ -155,7 +165,7 @@ def _regenerate_from(server: ServerSection, settings: Regeneration) -> None:
     if config.is_encoder_decoder:
         raise ConfigError(f"--server with {name}, an encoder-decoder; expected a decoder-only target")
     chat, console = _chat(data, tokenizer, load_ends(name, trust_remote_code=trusted)), Console(True)
-    questions = read_examples(chat, data, context_limit(config), console.say)
+    questions = _questions(chat, data, context_limit(config), console)
     sampler = ServerSampler(data, chat, settings.seed, context_limit(config), name)
     folder = out.with_name(f".{out.name}.{sampler.key(questions)}")
     rows = server_samples(sampler, questions, console.say, partial(check_server, target=name), folder=folder)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ValidationInfo, model_validator
 
 from draftsmith.config import Section, Seed
-from draftsmith.distill.data_section import DataSection
+from draftsmith.distill.data_section import DataSection, for_each_source, read_sources_option
 from draftsmith.errors import ConfigError
 from draftsmith.eval.settings import WRITTEN, check_drafters, require_cached_drafters
 from draftsmith.names import (
@@ -25,9 +25,10 @@ TARGET = Option("--target", required=True, check=check_target_name, hub=require_
 PROMPTS = Option(
     argument=True,
     required=True,
-    help="A file or folder (JSONL, JSON, Parquet, text), or a Hub data set.",
-    check=check_prompts_name,
-    hub=require_cached_prompts,
+    help="A file or folder (JSONL, JSON, Parquet, text), a Hub data set, or a recipe's list of sources with shares.",
+    parse=read_sources_option,
+    check=for_each_source(check_prompts_name),
+    hub=for_each_source(require_cached_prompts),
 )
 TEXTS: dict[str, Option | Options] = {
     "prompts": PROMPTS,

@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from draftsmith.config import Location, Section, expected
-from draftsmith.distill.data_section import SELF, DataSection, ServerSection
+from draftsmith.distill.data_section import SELF, DataSection, ServerSection, SourceSection, sources_of
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.configs import DRAFTERS, AnyDrafterSection
 from draftsmith.names import (
@@ -95,7 +95,9 @@ class Recipe(Section):
         stored = {"target.sharded=True": target.sharded, **cotrained}
         placed = {**stored, "target.offload=True": target.offload}
         yield data.responses > 1, f"data.responses={data.responses}", {**answered, **again}, "1"
-        yield data.prompts == SELF, f"data.prompts={SELF!r}", {**answered, **images}, "a file of prompts"
+        for source in data.sources:
+            own = {next(iter(answered)): source.answered, **images}
+            yield source.prompts == SELF, f"data.prompts={SELF!r}", own, "a file of prompts"
         yield data.server is not None, "data.server", answered, one
         others = {
             "data.pack=true": data.pack,
@@ -144,10 +146,10 @@ class Recipe(Section):
     def require_paths(self) -> None:
         """Raise ConfigError for a target, prompts, a teacher's file or a chat template that does not exist."""
         check_target_name(self.target.model, "target.model")
-        prompts = {"data.prompts": self.data.prompts, "evaluation.prompts": self.evaluation.prompts}
-        for key, name in prompts.items():
-            if name not in (None, SELF):
-                check_prompts_name(name, key)
+        for key, prompts in {"data.prompts": self.data.prompts, "evaluation.prompts": self.evaluation.prompts}.items():
+            for source in sources_of(prompts):
+                if source.prompts != SELF or key != "data.prompts":
+                    check_prompts_name(source.prompts, key)
         if self.teacher.kind == "files" and not Path(self.teacher.file or "").expanduser().is_dir():
             raise ConfigError.of("teacher.file", self.teacher.file, "a folder of hidden states")
         if self.data.chat_template is not None:
@@ -356,5 +358,7 @@ def _keys(sections: list[str], kind: str | None) -> list[str]:
         return list(Recipe.model_fields)
     if sections == ["data", "server"]:
         return list(ServerSection.model_fields)
+    if sections[1:2] == ["prompts"]:
+        return list(SourceSection.model_fields)
     section = DRAFTERS[str(kind)].section if sections[0] == "drafter" else SECTIONS[sections[0]]
     return list(section.model_fields)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from draftsmith.config import LARGEST_SEED, Count, Number, Section, no_as_written, no_truth_value
+from draftsmith.distill.data_section import Prompts
 from draftsmith.distill.losses import LOSSES
 from draftsmith.train.optimizers import OPTIMIZERS, SCHEDULES
 
@@ -154,8 +155,9 @@ class CotrainSection(Section):
 
 
 class EvaluationSection(Section):
-    prompts: str | None = None
-    """'embedded' or a JSONL file; by default the embedded held-out text, or the last prompts of the training file."""
+    prompts: Prompts | None = None
+    """'embedded', a JSONL file, or a list of sources with shares of `evaluation.count`; by default the embedded
+    held-out text, or the last prompts of the training data."""
     count: Count = 8
     """Prompts to decode; those taken from a training file are kept out of training."""
     prompt_tokens: Count = 48

@@ -282,7 +282,8 @@ def finish(folder: Path, summary: dict[str, Any]) -> None:
 
 def eval_command(recipe: Recipe) -> str:
     """Return the command that measures the recipe's drafter, where needed with a place for held-out prompts."""
-    target, folder, prompts = recipe.target, Path(recipe.output), recipe.evaluation.prompts or "HELDOUT"
+    target, folder, prompts = recipe.target, Path(recipe.output), recipe.evaluation.prompts
+    prompts = prompts if isinstance(prompts, str) else "HELDOUT"
     given = {
         "--prompts": None if (target.model == EMBEDDED and prompts == "HELDOUT") or prompts == EMBEDDED else prompts,
         "--dtype": None if target.dtype == "float32" else target.dtype,

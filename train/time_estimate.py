@@ -141,10 +141,11 @@ def estimate_work(
             step.update()
     elsewhere = of_teacher.total * (1 - 1 / recipe.target.tensor_parallel)  # the group reads its text together
     of_step = float((of_part.total - elsewhere) * train.gradient_accumulation + of_update.total)
-    rows = math.ceil(data.count / processes) * data.responses
-    tokens = rows * (data.prompt_tokens + data.response_tokens)
+    asked = sum(source.count for source in data.sources if not source.answered)
+    rows = math.ceil(asked / processes) * data.responses
+    tokens = (rows + math.ceil((data.count - asked) / processes)) * (data.prompt_tokens + data.response_tokens)
     caching = 2.0 * reading * tokens if recipe.teacher.kind == "cached" else 0.0
-    if data.response != "target":
+    if not asked:
         return WorkEstimate(of_step, train.steps, caching, 0.0, 0, 0.0, 0.0)
     passes = math.ceil(rows / data.batch_size) * data.response_tokens
     read = writing * size + cache_bytes(recipe, config) / 2  # on average, texts have half of their final length

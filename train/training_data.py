@@ -1,28 +1,29 @@
 """The data of a run: training rows and held-out prompts."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset, Features, concatenate_datasets
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.distill.chat_template import EVERYTHING, Chat, without_unknown
 from draftsmith.distill.conversation import mask_spans, question
-from draftsmith.distill.data_section import SELF, DataSection
+from draftsmith.distill.data_section import SELF, DataSection, Prompts, SourceSection, counts_of, sources_of
 from draftsmith.distill.dataset import (
     HeldOut,
     hold_back,
     hold_out,
     length_statistics,
     pack,
-    read_examples,
 )
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.load_target import LoadedTarget
+from draftsmith.distill.mixture import describe, merged, of_source, read_sources
 from draftsmith.distill.sources import read_source
 from draftsmith.errors import ConfigError
 from draftsmith.heads.hidden_states import ProcessorInputs, extended, inputs_for
@@ -33,6 +34,7 @@ from draftsmith.provenance import fingerprint_of_numbers
 from draftsmith.train.launch import RunContext
 from draftsmith.train.progress import Console
 from draftsmith.train.recipe import Recipe
+from draftsmith.train.recipe_sections import EvaluationSection
 from draftsmith.train.step import ReadImages
 
 if TYPE_CHECKING:
@@ -83,15 +85,17 @@ def prepare_data(context: RunContext, target: LoadedTarget) -> TrainingData:
     """Read the prompts, and sample the target's responses or read them from the cache or the file."""
     recipe, console, chat = context.recipe, context.console, chat_of(context.recipe.data, target)
     data, held = recipe.data, recipe.evaluation
-    rows, states = _read(context, chat, target)
+    sources, rows, states = _read(context, chat, target)
     if held.prompts is None and data.prompts != EMBEDDED:
         rows, heldout = hold_out(rows, held.count)
     else:
-        heldout = heldout_prompts(held.prompts or EMBEDDED, chat, target, recipe)
-    if not data.answered:
-        rows = _with_questions(_sampled(context, chat, target, rows), rows)
-    rows = _readable(rows, target, console)
-    rows, validation = _packed(with_prompts(rows, target) if data.prompts_trained else rows, data, console)
+        heldout = heldout_prompts(held.prompts or EMBEDDED, chat, target, recipe, console.say)
+    rows = _readable(_answered(context, chat, target, sources, rows), target, console)
+    rows = with_prompts(rows, target) if data.prompts_trained else rows
+    parts = [rows] if data.validation is None else list(hold_back(rows, data.validation))
+    if len(sources) > 1:
+        _say_sources(sources, parts, [] if held.prompts else heldout, console)
+    rows, validation = _packed(parts, data, console)
     return TrainingData(rows, heldout, states, validation)
 
 
@@ -109,35 +113,76 @@ def _known(rows: Dataset, tokenizer: PreTrainedTokenizerBase, console: Console) 
     return rows.select(kept).remove_columns("spans").add_column("spans", [spans[index] for index in kept])
 
 
-def _read(context: RunContext, chat: Chat, target: LoadedTarget) -> tuple[Dataset, "StateFiles | None"]:
-    """Return the rows of data.prompts, and the states of `teacher.file`, which all of them have.
+def _read(
+    context: RunContext, chat: Chat, target: LoadedTarget
+) -> tuple[list[DataSection], Dataset, "StateFiles | None"]:
+    """Return the sources of data.prompts, their rows, and the states of `teacher.file`, which all rows have.
 
     Raises:
         ConfigError: where nothing can be trained on.
     """
     recipe, say = context.recipe, context.console.say
-    data, file, states = recipe.data, recipe.teacher.file, None
+    file, states = recipe.teacher.file, None
     if file is not None:
         from draftsmith.distill.state_files import StateFiles
 
         say(f"teacher: reading {file}")
         vocab_size, hidden_size = weight_of(target.model.get_output_embeddings()).shape
         states = StateFiles(file, vocab_size, hidden_size, say)
-    if data.prompts == SELF:
-        data = data.model_copy(update={"prompts": _self_prompts(context, chat, target)})
-    say(f"data: reading {data.prompts}")
+    sources = [
+        source.model_copy(update={"prompts": _self_prompts(context, source, chat, target)})
+        if source.prompts == SELF
+        else source
+        for source in recipe.data.sources
+    ]
+    names = ", ".join(source.label for source in sources)
+    say(f"data: reading {names}")
     with context.accelerator.main_process_first():
-        examples = read_examples(chat, data, context_limit(target.model.config), say, recipe.train.seed)
-    return examples if states is None else states.covered(examples, data.prompts, say), states
+        examples = read_sources(chat, sources, context_limit(target.model.config), say, recipe.train.seed)
+    return sources, examples if states is None else states.covered(examples, names, say), states
 
 
-def _self_prompts(context: RunContext, chat: Chat, target: LoadedTarget) -> str:
+def _answered(
+    context: RunContext, chat: Chat, target: LoadedTarget, sources: list[DataSection], rows: Dataset
+) -> Dataset:
+    """Return the rows with answers: those of the data, and the target's to the questions of other sources.
+
+    Each source is sampled by itself, so that its answers are found again when another source has changed.
+    """
+    if len(sources) == 1:
+        return rows if sources[0].answered else _with_questions(_sampled(context, chat, target, rows), rows)
+    features = Features({name: kind for name, kind in rows.features.items() if name != "turns"})
+    parts = []
+    for number, source in enumerate(sources):
+        own = of_source(rows, number)
+        if not len(own):
+            raise ConfigError(
+                f"data.prompts={source.label}: all its rows are held out by evaluation.count; expected more rows, or a "
+                "file in evaluation.prompts"
+            )
+        if not source.answered:
+            context.console.say(f"data: answers to {source.label}")
+            own = _with_questions(_sampled(context, chat, target, own), own)
+        parts.append(own.select_columns(list(features)).cast(features))
+    return merged(parts)
+
+
+def _say_sources(sources: list[DataSection], parts: list[Dataset], heldout: list[HeldOut], console: Console) -> None:
+    """Print the numbers of samples and tokens of each source, and of its prompts that are kept out of training."""
+    for number, source in enumerate(sources):
+        trained, *held = (of_source(part, number) for part in parts)
+        summary = f"data: {source.label}: {describe(trained)}"
+        summary += f"; {sum(prompt.source == number for prompt in heldout):,} prompts held out" if heldout else ""
+        console.say(summary + "".join(f"; {len(part):,} samples for validation" for part in held))
+
+
+def _self_prompts(context: RunContext, data: DataSection, chat: Chat, target: LoadedTarget) -> str:
     """Return the file of prompts that the target writes itself."""
     from draftsmith.distill.self_prompts import write_self_prompts
 
     recipe, console = context.recipe, context.console
     how = {"share": context.placement.share, "progress": console.visible, "say": console.say}
-    return str(write_self_prompts(target, chat, recipe.data, recipe.train.seed, **how))
+    return str(write_self_prompts(target, chat, data, recipe.train.seed, **how))
 
 
 def _sampled(context: RunContext, chat: Chat, target: LoadedTarget, examples: Dataset) -> Dataset:
@@ -163,10 +208,12 @@ def _sampled(context: RunContext, chat: Chat, target: LoadedTarget, examples: Da
 
 
 def _with_questions(rows: Dataset, questions: Dataset) -> Dataset:
-    """Return responses with the columns `images` and `marked` of their questions, where these have them."""
+    """Return responses with the columns of their questions that training and validation need."""
     asked = rows["question"]
-    if any(images := questions["images"]):
-        rows = rows.add_column("images", [images[question] for question in asked])
+    for name in ("opening", "images", "source"):
+        if name in questions.column_names:
+            values = list(questions[name])
+            rows = rows.add_column(name, [values[question] for question in asked])
     if "marked" in questions.column_names:
         known = zip(rows["input_ids"], [questions[question] for question in asked], strict=True)
         rows = rows.add_column("marked", [_spans_after(ids, question) for ids, question in known])
@@ -229,15 +276,16 @@ def read_images(data: DataSection, target: LoadedTarget) -> ReadImages | None:
     return read
 
 
-def _packed(rows: Dataset, data: DataSection, console: Console) -> tuple[Dataset, int]:
-    """Pack the rows where the recipe says so, print the lengths of the samples, and move those of `data.validation` to
-    the end; return the rows and the number of the latter."""
-    lengths = length_statistics(rows)
+def _packed(parts: list[Dataset], data: DataSection, console: Console) -> tuple[Dataset, int]:
+    """Pack the rows where the recipe says so, and print the lengths of the samples.
+
+    Return the rows, those of `data.validation` (the second part) at the end, and the number of the latter.
+    """
+    lengths = length_statistics(concatenate_datasets(parts))
     summary = (
         f"data: {lengths.samples:,} samples, {lengths.tokens:,} tokens, {lengths.trained:,} of them trained; "
         f"lengths {lengths.p5} / {lengths.p50} / {lengths.p95} (5 %, median, 95 %), longest {lengths.longest}"
     )
-    parts = [rows] if data.validation is None else list(hold_back(rows, data.validation))
     if len(parts) > 1:
         summary += f"; {len(parts[1]):,} samples of {data.validation:,} prompts kept out of training"
     if data.pack:
@@ -284,22 +332,39 @@ def say_coverage(counts_V: Tensor, tokens: list[int], console: Console) -> None:
     console.say(f"draft vocabulary: {len(tokens):,} of {len(counts_V):,} tokens, {covered:.2%} of the responses")
 
 
-def heldout_prompts(source: str, chat: Chat, target: LoadedTarget, recipe: Recipe) -> list[HeldOut]:
-    """Return the prompts that the periodic evaluation decodes; those of a file have no images."""
-    settings = recipe.evaluation
-    if source == EMBEDDED:
-        rows = embedded_prompts(target.tokenizer, "heldout", settings.count, settings.prompt_tokens)
-        return [HeldOut(row.input_ids) for row in rows]
+def heldout_prompts(
+    prompts: Prompts, chat: Chat, target: LoadedTarget, recipe: Recipe, say: Callable[[str], None] = lambda _: None
+) -> list[HeldOut]:
+    """Return the prompts that the periodic evaluation decodes; those of a file have no images.
+
+    `say`: called with the number of prompts of each source, where there are several.
+    """
+    settings, sources = recipe.evaluation, sources_of(prompts)
+    found: list[HeldOut] = []
+    for number, (source, count) in enumerate(zip(sources, counts_of(sources, settings.count), strict=True)):
+        rows = islice(_heldout(source, chat, target, settings, count), count)
+        found += [HeldOut(ids, source=number) for ids in rows]
+        if len(sources) > 1:
+            have = sum(prompt.source == number for prompt in found)
+            say(f"evaluation: {source.prompts}: {have:,} prompts; its share asks for {count:,}")
+    return found
+
+
+def _heldout(
+    source: SourceSection, chat: Chat, target: LoadedTarget, settings: EvaluationSection, count: int
+) -> Iterator[list[int]]:
+    """Yield the tokens of prompts; ConfigError for one that does not fit the target's context."""
+    if source.prompts == EMBEDDED:
+        if count:
+            rows = embedded_prompts(target.tokenizer, "heldout", count, settings.prompt_tokens)
+            yield from (row.input_ids for row in rows)
+        return
     limit = context_limit(target.model.config)
-    prompts: list[HeldOut] = []
-    for place, row in read_source(source):
+    for place, row in read_source(source.prompts, source.subset, source.split):
         ids = chat.prompt(question(place, row))
         if limit is not None and len(ids) + settings.max_new_tokens > limit:
             raise ConfigError(
                 f"{place}: {len(ids)} tokens; expected at most {limit - settings.max_new_tokens}, so that "
                 f"evaluation.max_new_tokens={settings.max_new_tokens} fit the target's context of {limit}"
             )
-        prompts.append(HeldOut(ids))
-        if len(prompts) == settings.count:
-            break
-    return prompts
+        yield ids

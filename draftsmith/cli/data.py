@@ -1,11 +1,13 @@
 """The commands of `draftsmith data`. Packages are imported inside each command, so that `--help` stays fast."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from draftsmith.cli.options import CONTINUES, checked_recipe, interruptible, suggest, with_settings
+from draftsmith.distill.data_section import Prompts, SourceSection
 from draftsmith.reading import assignment
 from draftsmith.train.prepare_settings import Preview, Regeneration
 
@@ -21,14 +23,21 @@ def data_preview(settings: Preview) -> None:
     from draftsmith.distill.sources import has_answers
     from draftsmith.train.prepare import preview
 
-    data, response = settings.data, settings.response
-    if response is None:
-        response = "text" if has_answers(data.prompts, data.subset, data.split) else "target"
-    data = data.model_copy(update={"response": response})
+    def response(source: SourceSection) -> str:
+        given = source.response or settings.response
+        return given or ("text" if has_answers(source.prompts, source.subset, source.split) else "target")
+
+    data = settings.data
+    if isinstance(data.prompts, str):
+        one = SourceSection(prompts=data.prompts, subset=data.subset, split=data.split)
+        data = data.model_copy(update={"response": response(one)})
+    else:
+        sources = [source.model_copy(update={"response": response(source)}) for source in data.prompts]
+        data = data.model_copy(update={"prompts": sources})
     preview(settings.model_copy(update={"data": data}))
     named = {"subset": data.subset, "split": data.split, "chat_template": data.chat_template}
     named = {key: value for key, value in named.items() if value not in (None, "train")}
-    _suggest_recipe(settings.target.model, data.prompts, response, named)
+    _suggest_recipe(settings.target.model, data.prompts, data.response, named)
 
 
 @data_app.command(name="regenerate")
@@ -44,11 +53,15 @@ def data_regenerate(settings: Regeneration) -> None:
     _suggest_recipe(settings.target.model, settings.out, "text", given)
 
 
-def _suggest_recipe(target: str, prompts: str | Path, response: str, data: dict[str, str]) -> None:
+def _suggest_recipe(target: str, prompts: Prompts | Path, response: str, data: dict[str, str]) -> None:
     """Print the command that says what training a draft model on the prompts needs."""
-    keys = {"target.model": target, "data.prompts": prompts, "data.response": response}
-    keys |= {f"data.{key}": value for key, value in data.items()}
-    words = [assignment(key, str(value)) for key, value in keys.items()]
+    keys = {"target.model": target, "data.response": response, **{f"data.{key}": value for key, value in data.items()}}
+    words = [assignment(key, value) for key, value in keys.items()]
+    if isinstance(prompts, list):
+        listed = [source.model_dump(exclude_defaults=True) for source in prompts]
+        words.insert(1, f"data.prompts={json.dumps(listed)}")
+    else:
+        words.insert(1, assignment("data.prompts", str(prompts)))
     suggest("draftsmith", "memory", "draft_model/any_prompts", *words, to_stderr=True)
 
 

@@ -192,6 +192,7 @@ def template_words(settings: PairSettings) -> list[str]:
 
 def checked_recipe(name: str, overrides: list[str] | None) -> "Recipe":
     """Return a recipe whose target and files exist."""
+    from draftsmith.distill.data_section import for_each_source
     from draftsmith.train.recipe import load_recipe
 
     recipe = load_recipe(name, overrides)
@@ -201,6 +202,6 @@ def checked_recipe(name: str, overrides: list[str] | None) -> "Recipe":
     for key, drafter in {"start_from": recipe.start_from, "drafter.model": recipe.draft_model}.items():
         if drafter is not None:
             require_cached_without_hub(drafter, key)
-    require_cached_prompts(recipe.data.prompts, "data.prompts")
-    require_cached_prompts(recipe.evaluation.prompts or EMBEDDED, "evaluation.prompts")
+    for_each_source(require_cached_prompts)(recipe.data.prompts, "data.prompts")
+    for_each_source(require_cached_prompts)(recipe.evaluation.prompts or EMBEDDED, "evaluation.prompts")
     return recipe

@@ -59,6 +59,18 @@ def test_every_kind_has_a_card(tmp_path: Path) -> None:
         assert f"| drafter | `{kind}`, {count:,} numbers in safetensors |" in card
 
 
+def test_a_card_names_all_sources_of_a_mixture(tmp_path: Path, tiny_target: LlamaForCausalLM) -> None:
+    listed = [{"prompts": "org/a", "share": 3, "response": "text"}, {"prompts": "/home/b.jsonl"}, {"prompts": "org/a"}]
+    folder = _saved("medusa", tmp_path / "d", tiny_target, "org/target", data={"prompts": listed})
+    write_card(folder, None, None)
+    card = (folder / "README.md").read_text()
+    assert ModelCard(card).data.to_dict()["datasets"] == ["org/a"]
+    sources = (
+        "`org/a` (60 %, the data's responses), `b.jsonl` (20 %, sampled responses), `org/a` (20 %, sampled responses)"
+    )
+    assert f"Trained with draftsmith on {sources}, with responses sampled from the target at temperature 1," in card
+
+
 def test_engines_are_started_by_names_that_they_know(tmp_path: Path) -> None:
     """DSpark is a dflash drafter with its own options, and a target in a local folder has no name for engines."""
     target = make_llama(num_hidden_layers=6)

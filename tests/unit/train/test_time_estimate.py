@@ -93,6 +93,14 @@ def test_prompts_meet_an_encoder_and_answers_a_decoder() -> None:
     assert work.pass_operations == 2 * decoder * 16  # whose embeddings are its lm_head
 
 
+def test_only_sources_without_answers_are_sampled() -> None:
+    sources = [{"prompts": "a", "share": 3}, {"prompts": "b", "response": "text"}]
+    whole, mixed = (
+        estimate_work(recipe_of(data=data), make_llama(**SHAPES).config) for data in ({}, {"prompts": sources})
+    )
+    assert mixed.prompt_operations == pytest.approx(0.75 * whole.prompt_operations)
+
+
 def test_seconds_are_operations_and_bytes_by_the_share_of_the_peak() -> None:
     work = estimate_work(recipe_of(), make_llama(**SHAPES).config)
     assert work.training_seconds("h100") == pytest.approx(30 * work.step_operations / (0.4 * 989e12))
