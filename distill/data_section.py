@@ -68,6 +68,10 @@ class ServerSection(Section):
         return {"model": self.model, **self.model_dump(include={"route", "top_p", "thinking", "extra_body"})}
 
 
+Kind = Literal["code", "math", "writing", "extraction"]
+"""Kinds of prompts that the target writes, see distill/self_prompts.py."""
+
+
 class SourceSection(Section):
     prompts: str
     """'embedded', a file or a folder, a Hub data set, or 'self', as one string in `data.prompts`."""
@@ -79,6 +83,8 @@ class SourceSection(Section):
     """Split of a Hub data set."""
     response: Literal["target", "text"] | None = None
     """As `data.response`, which is the default."""
+    kind: Kind | None = None
+    """Kind of the prompts that the target writes, with 'self'."""
 
 
 def _require_sources(prompts: "str | list[SourceSection]") -> "str | list[SourceSection]":
@@ -138,6 +144,8 @@ class DataSection(Section):
     """Configuration of a Hub data set."""
     split: str = "train"
     """Split of a Hub data set."""
+    kind: Kind | None = None
+    """With 'self', ask for one kind of prompts by a system prompt before the user's turn; None: what comes to it."""
     count: Count = 1000
     """At most this many prompts, or samples of a file with answers."""
     prompt_tokens: Count = 48
@@ -183,6 +191,10 @@ class DataSection(Section):
         for key, value in {"subset": self.subset, "split": None if self.split == "train" else self.split}.items():
             if value is not None and not isinstance(self.prompts, str):
                 raise ConfigError(f"{key}={value} with a list of prompts; expected it in each source")
+        for source in [self, *([] if isinstance(self.prompts, str) else self.prompts)]:
+            if source.kind is not None and source.prompts != SELF:
+                wrong = "a list" if source is self and not isinstance(self.prompts, str) else source.prompts
+                raise ConfigError(f"kind={source.kind} with prompts={wrong}; expected it with prompts={SELF!r} only")
         return self
 
     @property
@@ -194,7 +206,7 @@ class DataSection(Section):
         return [
             self.model_copy(
                 update={
-                    **source.model_dump(include={"prompts", "subset", "split"}),
+                    **source.model_dump(include={"prompts", "subset", "split", "kind"}),
                     "count": count,
                     "response": source.response or self.response,
                 }
@@ -211,8 +223,8 @@ class DataSection(Section):
 
     @property
     def label(self) -> str:
-        """The one source for messages: `prompts`, with the subset and split of a Hub data set."""
-        named = [self.subset, None if self.split == "train" else self.split]
+        """The one source for messages: `prompts`, with the subset and split of a Hub data set, or the kind."""
+        named = [self.kind, self.subset, None if self.split == "train" else self.split]
         return " ".join([self.source, *(name for name in named if name is not None)])
 
     @property

@@ -10,10 +10,11 @@ from datasets import load_from_disk
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from draftsmith.config import section_of
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.data_section import DataSection
+from draftsmith.distill.data_section import DataSection, SourceSection
 from draftsmith.distill.load_target import LoadedTarget, load_target
-from draftsmith.distill.self_prompts import turn_header, write_self_prompts
+from draftsmith.distill.self_prompts import KINDS, turn_header, write_self_prompts
 from draftsmith.errors import ConfigError
 from draftsmith.heads.model_config import eos_tokens
 from draftsmith.storage import cache_dir
@@ -53,6 +54,44 @@ def test_the_header_is_what_the_template_shows_before_the_users_text(target: Loa
     assert target.tokenizer.decode(turn_header(chat)) == "uQ", "the template has the special tokens"
 
 
+def test_a_kind_is_a_system_prompt_before_the_turn(target: LoadedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompts have room for as many tokens as without it, and are others; the file holds the users' turns alone."""
+    chat, longest = chat_of(target), 40
+    monkeypatch.setitem(KINDS, "code", "abc")  # the target reads 128 tokens
+    plain, coded = turn_header(chat), turn_header(chat, "code")
+    assert target.tokenizer.decode(coded) == "sQabc<eos>" + str(target.tokenizer.decode(plain))
+    said: list[str] = []
+    data = section(longest, 6).model_copy(update={"kind": "code"})
+    file = write_self_prompts(target, chat, data, 0, progress=False, say=said.append)
+    rows = [json.loads(line)["messages"] for line in file.read_text(encoding="utf-8").splitlines()]
+    assert [[message["role"] for message in row] for row in rows] == [["user"]] * 6
+    assert [row[0]["content"] for row in rows] != written(target, 6)
+    assert said[-1].endswith("% have words of kind=code")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in messages if m.role == 'user' %}uQ{{ m.content }}{% endfor %}", "shows no system prompt"),
+        (
+            "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}uQ",
+            "kind=math.*no system",
+        ),
+    ],
+)
+def test_a_template_without_system_prompts_has_no_kinds(target: LoadedTarget, template: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        turn_header(chat_of(target, template), "math")
+
+
+def test_kinds_are_of_prompts_that_the_target_writes() -> None:
+    for given in ({"prompts": "a.jsonl", "kind": "code"}, {"prompts": [SourceSection(prompts="a.jsonl", kind="code")]}):
+        with pytest.raises(ConfigError, match=r"kind=code with prompts=a\.jsonl; expected it with prompts='self' only"):
+            section_of(DataSection, lambda path: ".".join(map(str, path)), given)
+    mixed = DataSection(prompts=[SourceSection(prompts="self", kind=kind) for kind in ("code", "math")], count=10)
+    assert [(source.kind, source.count) for source in mixed.sources] == [("code", 5), ("math", 5)]
+
+
 def test_prompts_are_distinct_and_fit_and_belong_to_the_seed(target: LoadedTarget) -> None:
     prompts = written(target, 12)
     assert len({*filter(None, prompts)}) == 12
@@ -85,7 +124,7 @@ def test_every_text_is_counted_as_usable_or_with_the_reason_why_not(target: Load
     [
         (None, 40, "without a chat template; expected a file of prompts"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", 40, "shows nothing before the user's text"),
-        ("{{ raise_exception('system first') }}", 40, r"refuses a user's turn \(.*system first"),
+        ("{{ raise_exception('system first') }}", 40, r"refuses these turns \(.*system first"),
         (TEMPLATE, 2, "expected more than the 2 tokens of"),
         (TEMPLATE, 3, "texts 0 are usable"),
     ],
