@@ -1,10 +1,10 @@
 """`draftsmith eval`: the public `evaluate`, and `measure`, which loads what it needs and writes the report."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -15,16 +15,19 @@ from draftsmith.distill.detokenize import IncrementalText
 from draftsmith.eval.baseline import SLOWER_THAN_GENERATE
 from draftsmith.eval.harness import CALIBRATION, EvaluationRun
 from draftsmith.eval.journal import ACCEPTED, BONUS, CORRECTION, JOURNAL, KEPT, OWN, Cell, Journal, TextRecord, begun
+from draftsmith.eval.lossless.greedy import divergences
 from draftsmith.eval.prompts import OVERALL, Prompt, PromptRows
 from draftsmith.eval.report import check_report_folder, interval, summary_table, verdict, write_report
 from draftsmith.eval.results import (
     EVALUATION,
     ContextBin,
+    DivergencePlace,
     Evaluation,
     Guard,
     PlainSpeeds,
     ResultRow,
     TextSample,
+    differing_texts,
     row_of,
     series_of,
 )
@@ -135,7 +138,14 @@ def evaluate(
         samples=[] if tokenizer is None else samples(run, tokenizer),
         identity=run.fingerprints,
         plain=run.journal.facts["plain"],
+        parameters=_sizes(drafters),
     )
+
+
+def _sizes(drafters: Mapping[str, Drafter]) -> dict[str, int]:
+    """Return the number of parameters of each drafter that has any."""
+    sizes = {name: sum(weight.numel() for weight in drafter.parameters()) for name, drafter in drafters.items()}
+    return {name: size for name, size in sizes.items() if size}
 
 
 def _rows(run: EvaluationRun, arm: Variant, decoder: SpeculativeDecoder) -> list[ResultRow]:
@@ -159,8 +169,21 @@ def _rows(run: EvaluationRun, arm: Variant, decoder: SpeculativeDecoder) -> list
                     lossless=decoder.lossless,
                     seed=settings.seed,
                 )
+                first = row.get("first_divergence")
+                if category is None and first is not None:
+                    row["first_divergence"] = _explained(run, first, *differing_texts(base, spec)[0])
                 rows.append(row)
     return rows
+
+
+def _explained(
+    run: EvaluationRun, place: DivergencePlace, cell: Cell, text: TextRecord, own: list[int]
+) -> DivergencePlace:
+    """Return the place with its kind: whether rounding explains that a greedy text differs there from the target's."""
+    (prompt,) = (asked for asked in run.asked(cell.key[1]) if asked.id == text.prompt)
+    found = divergences(run.target, prompt, text.tokens, own)
+    kind: Literal["near tie", "bug"] = next(divergence.kind for divergence in found if divergence.position == place["position"])
+    return {"prompt": text.prompt, "position": place["position"], "kind": kind}
 
 
 REPETITIVE = 0.3
@@ -242,6 +265,14 @@ def notes(run: EvaluationRun, rows: Sequence[ResultRow]) -> list[str]:
     return found + _repetition(rows) + _quality_notes(run)
 
 
+EXPLAINED = {
+    "near tie": "Rounding explains it: two logits are as close there as the errors of sums in another order.",
+    "bug": "Rounding does not explain it; `draftsmith check` has the details.",
+    "difference": "`draftsmith check` tells a near tie of two logits from a bug.",
+}
+"""What a difference of two greedy texts means, by its kind."""
+
+
 def _row_notes(row: ResultRow) -> list[str]:
     found, name = [], name_of(row)
     if not row["lossless"]:
@@ -254,9 +285,11 @@ def _row_notes(row: ResultRow) -> list[str]:
         found.append(f"{name}: {falls}")
     equal, total = row.get("greedy_identical", [0, 0])
     if equal < total:
+        first = row.get("first_divergence") or {"prompt": "", "position": 0}
+        kind = first.get("kind", "difference")
         found.append(
-            f"{name}: {total - equal} of {total} greedy texts differ from the target's own, first at "
-            f"{row.get('first_divergence')}; a near tie of two logits or a bug; `draftsmith check` tells which."
+            f"{name}: {total - equal} of {total} greedy texts differ from the target's own, first by a {kind} at token "
+            f"{first['position']} of question {first['prompt']}. " + EXPLAINED[kind]
         )
     return found
 

@@ -65,6 +65,18 @@ class LearningCurve:
         return ratio(drawn_SP @ tokens_EP.T, drawn_SP @ rounds_EP.T)
 
 
+def training_cost(metrics: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the steps, trained tokens and minutes of a run's training steps; None without any step."""
+    rows = [row for row in metrics if row.get("seconds") and row.get("tokens_per_second")]
+    if not rows:
+        return None
+    tokens, seconds = (
+        sum(values)
+        for values in zip(*((r["tokens_per_second"] * r["seconds"], r["seconds"]) for r in rows), strict=True)
+    )
+    return f"{len(rows):,} training steps over {tokens:,.0f} tokens took {seconds / 60:.1f} minutes"
+
+
 def time_split(metrics: Sequence[Mapping[str, Any]]) -> str | None:
     """Return a sentence on the time of a run's training steps by part; None for a run that did not measure it.
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from draftsmith.errors import ConfigError
 from draftsmith.eval.journal import JOURNAL, require_same_run, whole_lines
-from draftsmith.eval.learning_curve import time_split
+from draftsmith.eval.learning_curve import time_split, training_cost
 from draftsmith.eval.prompts import OVERALL
 from draftsmith.eval.results import EVALUATION, Evaluation, ResultRow, read_evaluation, short_policy
 from draftsmith.eval.settings import ANOTHER, Settings, require_same_settings
@@ -80,7 +80,12 @@ def write_report(evaluation: Evaluation, out: Path, *, title: str, runs: dict[st
     plots = evaluation_plots(evaluation.rows) + training_plots(runs or {})
     for plot in plots:
         (out / plot.file).write_bytes(plot.png)
-    values = {**_values(evaluation), "title": title, "plots": plots, "training": training_lines(runs or {})}
+    values = {
+        **_values(evaluation),
+        "title": title,
+        "plots": plots,
+        "training": training_lines(evaluation.parameters, runs or {}),
+    }
     page = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=True, keep_trailing_newline=True)
     page.trim_blocks, page.finalize = True, lambda value: printable(value) if type(value) is str else value
     page.filters |= {"interval": interval, "visible": visible, "short": short_policy}
@@ -187,10 +192,15 @@ def _values(evaluation: Evaluation) -> dict[str, Any]:
     }
 
 
-def training_lines(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Return a sentence on the time of a training step for each drafter whose run measured it."""
-    found = {name: time_split(metrics) for name, metrics in runs.items()}
-    return [f"{name}: {text}." for name, text in found.items() if text is not None]
+def training_lines(parameters: dict[str, int], runs: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Return a line for each drafter on its size and, where its run is known, what its training cost."""
+    found = []
+    for name in parameters | runs:
+        size, metrics = parameters.get(name), runs.get(name, [])
+        known = [f"{size:,} parameters" if size else None, training_cost(metrics), time_split(metrics)]
+        if texts := [text for text in known if text is not None]:
+            found.append(f"{name}: {'. '.join(texts)}.")
+    return found
 
 
 def _conditions(evaluation: Evaluation, prompts: int) -> list[tuple[str, str]]:
@@ -208,10 +218,8 @@ def _conditions(evaluation: Evaluation, prompts: int) -> list[tuple[str, str]]:
     ]
     if evaluation.plain is not None:
         plain = evaluation.plain
-        speeds = [plain[key] for key in ("baseline_tokens_per_second", "generate_tokens_per_second")]
-        text = "alone {:.0f} tokens/s here, {:.0f} with transformers' generate (greedy, prefill included, ".format(
-            *speeds
-        )
+        bounds = interval(plain.get("ratio_interval"), 2)
+        text = f"{plain['ratio']:.2f} times {bounds} as fast as transformers' generate (greedy, prefill included, "
         text += f"{plain['prompts']} prompts, {plain['identical']} of them with the same tokens)"
-        conditions.insert(2, ("the baseline", text))
+        conditions.insert(2, ("the target alone", text.replace("times  as", "times as")))
     return conditions

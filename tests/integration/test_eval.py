@@ -11,6 +11,7 @@ import pytest
 from commands import run, write_prompts
 from conftest import make_t5
 from forked import Processes, Server
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -79,6 +80,10 @@ def test_a_whole_evaluation(
         assert (out / plot).read_bytes().startswith(b"\x89PNG")
 
     assert "Origin of each token" in (out / "report.html").read_text()
+    size = sum(value.numel() for value in load_file(medusa_folder / "model.safetensors").values())
+    assert written["parameters"]["medusa"] == size
+    assert f"- medusa: {size:,} parameters." in report
+    assert "times" in report.split("| the target alone | ")[1].split(" as fast as transformers' generate")[0]
 
     cells = (out / "cells.jsonl").read_bytes()
     assert run(*call) == 0, "the same command continues, here with nothing left to do"
@@ -222,6 +227,37 @@ def test_generate_prints_the_targets_text(
     cut = capsys.readouterr()
     assert cut.out.strip("\n") == alone.out[: alone.out.index(stop, 4) + 2].strip("\n")
     assert "stopped by criteria" in cut.err
+
+
+@pytest.mark.parametrize("twins", [True, False])
+def test_a_greedy_text_that_differs_is_explained(
+    twins: bool, tmp_path: Path, tiny_target_folder: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """In the journal a token becomes one with the same logits, or with others."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_target_folder)
+    if twins:
+        for name in ("lm_head.weight", "model.embed_tokens.weight"):
+            weight_VH = model.state_dict()[name]
+            weight_VH[1::2] = weight_VH[0::2].clone()
+    model.save_pretrained(tiny_target_folder)
+    prompts, out = write_prompts(tmp_path / "prompts.jsonl", "abcabcabc", "hello"), tmp_path / "out"
+    call = ["eval", "--target", tiny_target_folder, "--drafter", "suffix", "--prompts", prompts, "--repeats", 1]
+    call += ["--max-new-tokens", 12, "--temperature", 0, "--out", out]
+    assert run(*call) == 0
+    journal = out / "cells.jsonl"
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    text = next(line["cell"]["texts"][0] for line in lines if line.get("cell", {}).get("drafter") == "suffix")
+    text["tokens"][7] ^= 1 if twins else 2
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    capsys.readouterr()
+    assert run(*call) == 0
+    kind = "near tie" if twins else "bug"
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"1 of 2 greedy texts differ from the target's own, first by a {kind} at token 7 of question" in shown
+    report = (out / "report.md").read_text()
+    assert f"first by a {kind} at token 7" in report
+    row = json.loads((out / "eval.json").read_text())["rows"][0]
+    assert row["first_divergence"] == {"prompt": text["prompt"], "position": 7, "kind": kind}
 
 
 @pytest.mark.usefixtures("pictures_of_a_pixel")

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftsmith.eval.learning_curve import LearningCurve, time_split
+from draftsmith.eval.learning_curve import LearningCurve, time_split, training_cost
 
 ROUNDS = 1000
 
@@ -53,3 +53,12 @@ def test_the_time_of_a_step_is_divided_without_the_first_step() -> None:
     assert time_split(rows) == "A training step took 1000 ms: teacher 75%, backward 25%"
     assert time_split(rows[:1]) == "A training step took 10000 ms: teacher 90%, backward 10%"
     assert time_split([{"step": 1}]) is None
+
+
+def test_what_a_training_cost() -> None:
+    steps = [
+        {"step": 1, "seconds": 60.0, "tokens_per_second": 10.0},
+        {"step": 2, "seconds": 30.0, "tokens_per_second": 40.0},
+    ]
+    assert training_cost([{"step": 0}, *steps]) == "2 training steps over 1,800 tokens took 1.5 minutes"
+    assert training_cost([{"step": 0}]) is None
