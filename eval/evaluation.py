@@ -182,7 +182,9 @@ def _explained(
     """Return the place with its kind: whether rounding explains that a greedy text differs there from the target's."""
     (prompt,) = (asked for asked in run.asked(cell.key[1]) if asked.id == text.prompt)
     found = divergences(run.target, prompt, text.tokens, own)
-    kind: Literal["near tie", "bug"] = next(divergence.kind for divergence in found if divergence.position == place["position"])
+    kind: Literal["near tie", "bug"] = next(
+        divergence.kind for divergence in found if divergence.position == place["position"]
+    )
     return {"prompt": text.prompt, "position": place["position"], "kind": kind}
 
 

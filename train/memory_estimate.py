@@ -58,6 +58,8 @@ class MemoryEstimate:
     """Other memory while it reads their prompts."""
     caching: int = 0
     """Other memory while the target's states are cached; 0 without a cached teacher."""
+    disk: int = 0
+    """Bytes of the cached states of all processes on disk, if each text is as long as the recipe allows."""
     on_host: bool = False
     """Whether all of it is in host memory, where libraries and the allocator need memory too."""
     tokenizer: int = 0
@@ -107,6 +109,8 @@ class MemoryEstimate:
         for phase, parts in self.phases.items():
             listed = ", ".join(f"{name} {in_units(value)}" for name, value in parts.items())
             described.append(f"{in_units(sum(parts.values()))} a process {phase} ({listed})")
+        if self.disk:
+            described.append(f"cached states: at most {in_units(self.disk)} on disk; teacher.kind=online takes none")
         return "; ".join(described)
 
 
@@ -154,7 +158,7 @@ def estimate_memory(
             reading = _reading_bytes(recipe, target, live)
         beside_host = torch.device(device).type != "cpu" if accelerated is None else accelerated
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=bf16):
-            caching = _caching_bytes(recipe, target, step.drafter, live, not beside_host)
+            caching, disk = _caching_bytes(recipe, target, step.drafter, live, not beside_host)
         return MemoryEstimate(
             target=weights - _elsewhere(recipe, target, beside_host, processes),
             drafter=drafted,
@@ -164,6 +168,7 @@ def estimate_memory(
             cache=cache,
             reading=reading,
             caching=caching,
+            disk=disk,
             on_host=not beside_host,
             tokenizer=TOKEN * max(0, config.get_text_config(decoder=True).vocab_size - USUAL),
         )
@@ -240,15 +245,16 @@ def _reading_bytes(recipe: Recipe, target: PreTrainedModel, live: LiveBytes) -> 
 
 def _caching_bytes(
     recipe: Recipe, target: PreTrainedModel, drafter: TrainableDrafter, live: LiveBytes, on_host: bool
-) -> int:
-    """Return the bytes of the target's passes over a shard's rows; 0 where no states are cached.
+) -> tuple[int, int]:
+    """Return the bytes of the target's passes over a shard's rows, and of all states on disk; 0 without a cache.
 
     With `on_host`, the states of the shard's rows count with the passes.
     """
     if recipe.teacher.kind != "cached":
-        return 0
+        return 0, 0
     teacher, settings = OnlineTeacher(target, drafter.needs.layers), recipe.teacher
-    rows = min(settings.shard_rows, recipe.data.count * recipe.data.responses)
+    every = recipe.data.count * recipe.data.responses
+    rows = min(settings.shard_rows, every)
     before = live.peak = live.now
     ids_BT = torch.zeros(min(TOGETHER, rows), sequence_length(recipe), dtype=torch.long)
     signals = teacher.signals(Batch(ids_BT, torch.ones_like(ids_BT), ids_BT == 0))
@@ -260,7 +266,8 @@ def _caching_bytes(
     if drafter.draft_vocabulary is not None:  # logits, twice in float32
         copied += 3 * ROWS * teacher.lm_head.weight.shape[0] * 4
     # On a CPU the rows' states, and then one tensor of them all.
-    return kept + max(one_pass, kept + copied) if on_host else one_pass
+    peak = kept + max(one_pass, kept + copied) if on_host else one_pass
+    return peak, every * of_row * SHARD_DTYPES[settings.dtype].itemsize
 
 
 def cache_bytes(recipe: Recipe, config: PreTrainedConfig) -> int:

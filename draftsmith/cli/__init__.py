@@ -167,7 +167,7 @@ def memory(settings: Memory, as_json: Json = False) -> None:
             lines.append(fitting_sentence(machine, needed, more))
             given += more or []
     if as_json:
-        return print_json({"bytes": estimate.phases, "seconds": seconds})
+        return print_json({"bytes": estimate.phases, "disk_bytes": estimate.disk, "seconds": seconds})
     typer.echo(f"about {estimate}")
     for line in lines:
         typer.echo(line)

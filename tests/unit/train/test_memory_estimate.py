@@ -244,6 +244,9 @@ def test_the_pass_that_builds_a_cache(tmp_path: Path, monkeypatch: pytest.Monkey
     assert estimate.caching == pytest.approx(live.peak, rel=0.15)
     assert estimate.peak >= estimate.target + estimate.drafter + estimate.caching
     assert "while caching" in str(estimate)
+    on_disk = sum(file.stat().st_size for file in cache.folder.glob("*.safetensors"))
+    assert estimate.disk == pytest.approx(on_disk * recipe.data.count / 40, rel=0.02)
+    assert "on disk; teacher.kind=online takes none" in str(estimate)
     on_device = memory.estimate_memory(recipe, target.config, accelerated=True)
     assert 0 < on_device.caching < 0.7 * estimate.caching, "the shard is in host memory"
     assert "while caching" not in str(memory.estimate_memory(recipe_of({"type": "medusa"}), target.config))
