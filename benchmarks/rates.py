@@ -46,7 +46,7 @@ from draftsmith.train.run_folder import claim_output, read_metrics
 
 FAMILIES = ("draft_model", "medusa", "hydra", "mlp_speculator", "eagle", "hass", "eagle3", "mtp", "peagle", "dflash")
 FAMILIES += ("dspark",)
-FEATURES = ("eagle3", "peagle", "dflash", "dspark")
+FEATURES = ("eagle3", "peagle", "dflash", "dspark", "eagle", "hass", "mtp")
 """Families that read features of several layers."""
 GRID = ("muon:2e-3", "muon:6e-3", "muon:2e-2", "adamw:3e-4", "adamw:1e-3", "adamw:3e-3", "adamw:1e-2")
 TARGETS = {
@@ -77,7 +77,7 @@ OPENING, RESPONSE, SAMPLES, HELDOUT, NEW = 16, 112, 1280, 32, 64
 four are options, for large targets."""
 DTYPE = "float32"
 """The target's, an option."""
-OWN_LM_HEAD = ("medusa", "hydra", "mlp_speculator", "eagle3", "peagle", "dflash", "dspark")
+VOCABULARY = ("medusa", "hydra", "mlp_speculator", "eagle3", "peagle", "dflash", "dspark", "eagle", "hass", "mtp")
 """Families whose lm_head may have fewer rows than the target's, with --draft-vocab."""
 
 BLOCKS = {
@@ -203,7 +203,7 @@ def recipe_of(wanted: dict[str, Any]) -> Recipe:
     if start := wanted["family"].partition("@")[2]:
         overrides |= {"drafter.model": start, "drafter.init": "random"}
     rows = wanted.get("draft_vocab")
-    if rows is not None and family in OWN_LM_HEAD and text.vocab_size > rows:
+    if rows is not None and family in VOCABULARY and text.vocab_size > rows:
         overrides["drafter.draft_vocab_size"] = rows
     depth = text.num_hidden_layers
     if family in FEATURES and depth < 4:  # too few for the default choice of layers

@@ -39,6 +39,7 @@ from draftsmith.train.recipe import Recipe
 from draftsmith.train.step import AgreementStep, CotrainStep, Teacher
 from draftsmith.train.training_data import (
     TrainingData,
+    ends_of,
     frequent_tokens,
     logit_count,
     prepare_data,
@@ -129,7 +130,18 @@ def make_drafter(recipe: Recipe, target: LoadedTarget) -> TrainableDrafter:
     HEADS[recipe.drafter.type].require_tokenizer(target.tokenizer, **recipe.drafter_options())
     fresh = new_drafter(recipe, target.model)
     fresh.limit_vocabulary(known_tokens(target.tokenizer))
-    return fresh if recipe.start_from is None else _started(recipe, recipe.start_from, target, fresh)
+    ends, size = ends_of(target), fresh.draft_vocab_size
+    if size is not None and size < len(ends):
+        raise ConfigError.of("drafter.draft_vocab_size", size, f"at least {len(ends)}, the target's EOS tokens")
+    if recipe.start_from is None:
+        return fresh
+    drafter = _started(recipe, recipe.start_from, target, fresh)
+    if (vocabulary := drafter.draft_vocabulary) is not None and ends and ends.isdisjoint(vocabulary.tokens_D.tolist()):
+        raise ConfigError(
+            f"start_from={recipe.start_from}: a draft vocabulary without EOS ({min(ends)}): no draft ends a text; "
+            "expected one with it"
+        )
+    return drafter
 
 
 def new_drafter(recipe: Recipe, target: PreTrainedModel, *, from_files: bool = True) -> TrainableDrafter:

@@ -316,12 +316,19 @@ def token_counts(rows: Dataset, vocab_size: int) -> Tensor:
     return counts_V
 
 
+def ends_of(target: LoadedTarget) -> frozenset[int]:
+    """Return the tokens that end a response of the target: the EOS of its tokenizer and of its configs."""
+    model, own = target.model, target.tokenizer.eos_token_id
+    ends = eos_tokens(model.config, getattr(model, "generation_config", None)) | {own if isinstance(own, int) else -1}
+    return ends & frozenset(range(logit_count(model)))
+
+
 def frequent_tokens(rows: Dataset, size: int, target: LoadedTarget, console: Console) -> list[int]:
     """Return the `size` most frequent tokens of the responses, always with EOS, and print the share they cover."""
-    counts_V, eos = token_counts(rows, logit_count(target.model)), target.tokenizer.eos_token_id
+    counts_V = token_counts(rows, logit_count(target.model))
     ranked_V = counts_V.clone()
     ranked_V[known_tokens(target.tokenizer) :] = -1
-    tokens = most_frequent(ranked_V, size, always=(eos,) if isinstance(eos, int) else ())
+    tokens = most_frequent(ranked_V, size, always=tuple(ends_of(target)))
     say_coverage(counts_V, tokens, console)
     return tokens
 

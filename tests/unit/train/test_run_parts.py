@@ -7,27 +7,30 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_llama
+from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.checkpoint import describe_target, save_drafter
+from draftsmith.train.progress import Console
 from draftsmith.train.recipe import parse_recipe
 from draftsmith.train.run_parts import make_drafter
+from draftsmith.train.training_data import frequent_tokens
 
-EVEN = list(range(0, 64, 2))
+KEPT = [1, *range(2, 64, 2)]  # with EOS
 DRAFTERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("draft_model", {}, {}),
     ("medusa", {}, {}),
-    ("medusa", {"draft_vocab_size": 32}, {"draft_vocabulary": EVEN}),
+    ("medusa", {"draft_vocab_size": 32}, {"draft_vocabulary": KEPT}),
     ("medusa", {"lm_head": "frozen", "shared_lm_head": True}, {}),
     ("hydra", {}, {}),
     ("eagle", {}, {}),
-    ("eagle3", {"layers": [1, 2], "draft_vocab_size": 32}, {"draft_vocabulary": EVEN}),
+    ("eagle3", {"layers": [1, 2], "draft_vocab_size": 32}, {"draft_vocabulary": KEPT}),
     ("mtp", {}, {}),
-    ("mtp", {"draft_vocab_size": 32}, {"draft_vocabulary": EVEN}),
-    ("hass", {"draft_vocab_size": 32}, {"draft_vocabulary": EVEN}),
+    ("mtp", {"draft_vocab_size": 32}, {"draft_vocabulary": KEPT}),
+    ("hass", {"draft_vocab_size": 32}, {"draft_vocabulary": KEPT}),
     ("eagle3", {"layers": [1, 2], "lm_head": "frozen"}, {}),
     ("peagle", {"layers": [1, 2]}, {}),
     ("peagle", {"layers": [1, 2], "lm_head": "frozen"}, {}),
@@ -109,6 +112,30 @@ def test_an_lm_head_stays_frozen_unless_the_recipe_says_otherwise(
         still = [name for name, parameter in found.named_parameters() if not parameter.requires_grad]
         assert still == ["body.lm_head.weight"] * frozen
         assert found.config()["lm_head"] == ("frozen" if frozen else "trained")
+
+
+def test_a_draft_vocabulary_has_the_ends_of_texts(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    model, eos = make_llama().requires_grad_(False), tiny_tokenizer.eos_token_id
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = [eos, 7, 9]
+    target = LoadedTarget(model, tiny_tokenizer, "tiny", None)
+
+    def found(size: int, **more: str) -> Any:
+        drafter = {"type": "mtp", "draft_vocab_size": size}
+        return make_drafter(parse_recipe({"name": "n", "output": "o", "drafter": drafter, **more}, "test"), target)
+
+    assert found(3).draft_vocab_size == 3
+    with pytest.raises(ConfigError, match=r"draft_vocab_size=2; expected at least 3, the target's EOS tokens"):
+        found(2)
+    rows = [{"input_ids": [20, 21, 20, 22, 23], "spans": [[0, 5]]}]
+    assert frequent_tokens(Dataset.from_list(rows), 4, target, Console(False)) == sorted([eos, 7, 9, 20])
+    described = describe_target(model, tiny_tokenizer, "tiny")
+    for tokens in ([eos, 20, 21], [20, 21, 22]):
+        saved, folder = HEADS["mtp"].from_target(model, draft_vocabulary=tokens), tmp_path / str(tokens[0])
+        save_drafter(saved, folder, target=described, recipe=None, draft_length=2, tokenizer=tiny_tokenizer)
+    assert found(3, start_from=str(tmp_path / str(eos))).draft_vocab_size == 3
+    with pytest.raises(ConfigError, match=r"start_from=.*: a draft vocabulary without EOS"):
+        found(3, start_from=str(tmp_path / "20"))
 
 
 def test_keys_that_change_shapes_are_named(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
