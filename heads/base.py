@@ -347,7 +347,6 @@ class TrainableDrafter(Drafter, ABC):
     """Options of `from_target` that change how it is trained, not what it computes."""
     block_types: ClassVar[ModuleTypes] = ()
     """The classes of its blocks, see `trained_blocks`."""
-    _lm_head: LmHeadTraining = "trained"
 
     @property
     def draft_vocabulary(self) -> DraftVocabulary | None:
@@ -405,19 +404,6 @@ class TrainableDrafter(Drafter, ABC):
         """Return the lm_head of each draft position that `unroll` reads; none where it is the target's."""
         return []
 
-    @property
-    def lm_head(self) -> LmHeadTraining:
-        """Whether training changes the own lm_heads."""
-        return self._lm_head
-
-    @lm_head.setter
-    def lm_head(self, value: LmHeadTraining) -> None:
-        if value not in get_args(LmHeadTraining):
-            raise ConfigError.of("lm_head", value, f"one of {', '.join(get_args(LmHeadTraining))}")
-        self._lm_head = value
-        for head in self.own_lm_heads():
-            head.requires_grad_(value == "trained")
-
     def feature_layer(self) -> nn.Linear | None:
         """Return the layer that reads the outputs of the target's layers; None where there is none."""
         return None
@@ -452,3 +438,22 @@ class TrainableDrafter(Drafter, ABC):
 
     def attach(self, target: PreTrainedModel) -> None:
         """Store references to the modules of `target` that the drafter shares and does not save; called before use."""
+
+
+class FreezableLmHead(TrainableDrafter):
+    """A drafter whose own lm_heads may stay as they start, by its option `lm_head`."""
+
+    _lm_head: LmHeadTraining = "trained"
+
+    @property
+    def lm_head(self) -> LmHeadTraining:
+        """Whether training changes the own lm_heads."""
+        return self._lm_head
+
+    @lm_head.setter
+    def lm_head(self, value: LmHeadTraining) -> None:
+        if value not in get_args(LmHeadTraining):
+            raise ConfigError.of("lm_head", value, f"one of {', '.join(get_args(LmHeadTraining))}")
+        self._lm_head = value
+        for head in self.own_lm_heads():
+            head.requires_grad_(value == "trained")

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import AutoregressiveDrafter, DraftNetwork, NetworkDrafter
-from draftsmith.heads.base import Context, Level, TeacherSignals, unread
+from draftsmith.heads.base import Context, FreezableLmHead, Level, TeacherSignals, unread
 from draftsmith.heads.configs import LmHeadTraining
 from draftsmith.heads.initial_weights import final_states_of, silence, typical_sizes
 from draftsmith.heads.layers import Attend, DecoderLayer, Rope, SelfAttention, layer_config, norm
@@ -123,7 +123,7 @@ OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Boolean options of the network that other projects' layouts may have."""
 
 
-class Eagle3(AutoregressiveDrafter[Eagle3Network]):
+class Eagle3(FreezableLmHead, AutoregressiveDrafter[Eagle3Network]):
     """EAGLE-3, with its options EAGLE-3.1."""
 
     type: ClassVar[str] = "eagle3"
@@ -191,7 +191,7 @@ def three_depths(target: PreTrainedModel) -> tuple[int, ...]:
 # Shapes: B rows, T positions, H hidden size, K draft tokens.
 
 
-class ParallelEagle(NetworkDrafter[Eagle3Network]):
+class ParallelEagle(FreezableLmHead, NetworkDrafter[Eagle3Network]):
     """P-EAGLE: EAGLE-3's network drafts all positions in one pass, with mask tokens in place of unknown tokens.
 
         position     t          t+1     t+2     t+3

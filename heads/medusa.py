@@ -20,7 +20,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.base import Context, DraftStates, Level, ModuleTypes, Needs, TeacherSignals, TrainableDrafter
+from draftsmith.heads.base import (
+    Context,
+    DraftStates,
+    FreezableLmHead,
+    Level,
+    ModuleTypes,
+    Needs,
+    TeacherSignals,
+    TrainableDrafter,
+)
 from draftsmith.heads.configs import LmHeadTraining
 from draftsmith.heads.lm_head import DraftVocabulary, copy_lm_head, weight_of
 from draftsmith.heads.model_config import context_limit
@@ -188,7 +197,7 @@ SIZES = ("hidden_size", "vocab_size", "num_heads", "num_layers", "shared_lm_head
 """Values in the config of Medusa and Hydra."""
 
 
-class Medusa(HeadsDrafter):
+class Medusa(FreezableLmHead, HeadsDrafter):
     """K heads of residual blocks and an lm_head each; with `shared_lm_head` one lm_head for all."""
 
     type: ClassVar[str] = "medusa"
