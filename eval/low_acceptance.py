@@ -17,6 +17,13 @@ ENOUGH = 0.1
 """Difference between two acceptance rates at a position that rounding does not explain."""
 EQUAL = 0.05
 """Difference between two acceptance rates at T=0 that counts as agreement."""
+RANDOM = 0.02
+"""Acceptance at the first position up to which drafts are no better than random tokens."""
+LOST = (
+    "an lm_head that was quantised, overwritten or never loaded, embeddings shared with the target that were lost, or "
+    "another revision of the target or the drafter"
+)
+"""Usual causes of drafts that are no better than random tokens."""
 QUANTISED = re.compile(r"(?i)fp8|w8a8|w4a16|awq|gptq|nvfp4|mxfp4|bnb|[48]-?bit|int[48]|q[2-8]_[k0-9]|gguf")
 BLOCKS = ("dflash", "parallel_eagle")
 """Drafters whose positions read each other without a causal mask, or in parallel."""
@@ -103,6 +110,17 @@ def explained(sides: Sides, *, lower: bool) -> str:
     return f"{shown} Likely causes, the best supported first: {numbered}"
 
 
+def no_better_than_random(acceptance_at: Sequence[float], tau: float | None) -> str | None:
+    """Return a sentence with the causes where drafts are accepted as random tokens are, and None elsewhere."""
+    first = acceptance_at[0] if acceptance_at else None if tau is None else tau - 1
+    if first is None or first > RANDOM:
+        return None
+    return (
+        f"{first:.1%} of the first draft tokens are accepted, no more than of random ones: {LOST}. `draftsmith eval` "
+        "of the served files tells whether they or the engine are at fault."
+    )
+
+
 def likely_causes(sides: Sides, *, lower: bool) -> list[Cause]:
     """Return the causes for which the two measurements hold evidence, the best supported first."""
     found = [*_of_texts(sides), *_of_target(sides)]
@@ -147,6 +165,10 @@ def _of_positions(sides: Sides, ours: Sequence[float], theirs: Sequence[float]) 
     at_zero = sides.rates(0.0)
     if first and sides.temperature > 0 and all(at_zero) and at_zero[0][0] - at_zero[1][0] <= EQUAL:
         return  # the drafter reads the right inputs
+    if theirs[0] <= RANDOM < ours[0]:
+        evidence = f"the first position has {theirs[0]:.2f} in the engine, as of random tokens, and {ours[0]:.2f} here"
+        test = "draftsmith eval of the served files, and the engine's log for tensors that it did not load"
+        yield Cause(f"weights ({LOST})", 3, evidence, test)
     where = f"the first position has {theirs[0]:.2f} in the engine, {ours[0]:.2f} here"
     if first and kind not in WITHOUT_STATES:
         evidence = f"{where}, and {kind or 'the drafter'} reads hidden states"

@@ -15,6 +15,7 @@ from draftsmith.distill.server.client import served_at
 from draftsmith.errors import ConfigError
 from draftsmith.eval.compare import MATTER_SERVED
 from draftsmith.eval.journal import KEPT, Journal, begun
+from draftsmith.eval.low_acceptance import no_better_than_random
 from draftsmith.eval.prompts import PromptRows, prompts_fingerprint, time_of
 from draftsmith.eval.report import interval
 from draftsmith.eval.results import EVALUATION, Evaluation, ServerRow, read_evaluation
@@ -123,7 +124,7 @@ def _evaluation(
         run.settings,
         rows=[],
         environment=environment(),
-        notes=_notes(run, measurements, counted=counted),
+        notes=[*_notes(run, measurements, counted=counted), *_lost(rows)],
         measurements=measurements,
         identity=identity,
         server=rows,
@@ -164,6 +165,12 @@ def _notes(run: ServerRun, measurements: list[Series], *, counted: bool) -> list
         if own is not None:
             found.append(f"SGLang's own mean acceptance length since its start is {own:.2f}.")
     return found
+
+
+def _lost(rows: list[ServerRow]) -> list[str]:
+    """Return a note for each condition in which drafts are no better than random tokens."""
+    said = [(row, no_better_than_random(row["acceptance_at"], row["tau"])) for row in rows]
+    return [f"T={row['temperature']:g}, {row['concurrency']} requests: {text}" for row, text in said if text]
 
 
 def server_table(result: Evaluation) -> Table:

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from commands import run, write_prompts
 from engine_server import Engine
+from transformers import AutoModelForCausalLM
 
 from draftsmith.errors import ConfigError
 from draftsmith.eval.journal import Numbers
@@ -20,10 +22,10 @@ ROUNDS = 3
 
 
 class Drafting:
-    """An engine that accepts the first of two draft tokens in every round."""
+    """An engine that accepts the first of two draft tokens in every round, or in a share of them, and never both."""
 
-    def __init__(self, style: str | None) -> None:
-        self.answers, self.style = 0, style
+    def __init__(self, style: str | None, first: float = 1.0) -> None:
+        self.answers, self.style, self.first = 0, style, first
         self.engine = Engine(answer=self._answer, metrics=self._metrics if style else None)
 
     def _answer(self, prompt: list[int], seed: int, most: int) -> list[int]:
@@ -42,7 +44,11 @@ class Drafting:
         lines = ["# HELP some help", f"{self.style}:generation_tokens_total{label} {7 * self.answers}.0"]
         if self.style == "vllm":
             at = [f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="{p}"}}' for p in (0, 1)]
-            lines += [f"vllm:spec_decode_num_drafts_total{label} {rounds}.0", f"{at[0]} {rounds}.0", f"{at[1]} 0.0"]
+            lines += [
+                f"vllm:spec_decode_num_drafts_total{label} {rounds}.0",
+                f"{at[0]} {self.first * rounds}",
+                f"{at[1]} 0.0",
+            ]
         if self.style == "sglang":
             lines.append(f"sglang:spec_verify_calls_total{label} {rounds}.0")
         return "\n".join(lines)
@@ -199,6 +205,33 @@ def test_a_local_measurement_is_compared_with_a_server(
     said = " ".join(capsys.readouterr().out.split())
     assert "B's tiny (engine): tau" in said
     assert "a real difference" in said
+
+
+@pytest.mark.parametrize("lm_head", ["intact", "zeroed", "permuted"])
+def test_a_drafter_that_lost_its_lm_head_is_named(
+    lm_head: str, folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engine accepts as many of the target's own drafts as the local decoder does with such an lm_head."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    weight_VH = model.state_dict()["lm_head.weight"]
+    if lm_head != "intact":
+        weight_VH.copy_(weight_VH.roll(7, 0) if lm_head == "permuted" else torch.zeros_like(weight_VH))
+    model.save_pretrained(tmp_path / "draft")
+    local = ["eval", "--target", folder, "--drafter", f"d={tmp_path / 'draft'}", "--prompts", prompts]
+    local += ["--temperature", 0, "--max-new-tokens", 7, "--repeats", 2, "--gamma", 2]
+    assert run(*local, "--out", tmp_path / "lost") == 0
+    local[4] = f"d={folder}"
+    assert run(*local, "--out", tmp_path / "local") == 0
+    first = json.loads((tmp_path / "lost" / "eval.json").read_text())["rows"][0]["acceptance_at"][0]
+    assert (first == 1.0) == (lm_head == "intact")
+    with Drafting("vllm", first).engine.running() as engine:
+        assert served(folder, prompts, engine, tmp_path / "served", "--temperature", 0) == 0
+    note = "of the first draft tokens are accepted, no more than of random ones: an lm_head that was quantised"
+    said = " ".join(capsys.readouterr().out.split())
+    assert (note in said) == (lm_head != "intact")
+    assert run("eval", "compare", tmp_path / "local", tmp_path / "served") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("(1) weights (an lm_head that was quantised" in said) == (lm_head != "intact")
 
 
 def test_a_server_with_a_shorter_context_than_the_target(folder: Path, tmp_path: Path) -> None:
