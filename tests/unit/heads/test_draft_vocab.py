@@ -43,11 +43,11 @@ class Packed(torch.nn.Parameter):
 @pytest.mark.parametrize("kind", ["mtp", "eagle", "hass"])
 def test_rows_of_the_targets_lm_head_follow_it(kind: str) -> None:
     target = make_llama(num_hidden_layers=4)
-    drafter = HEADS[kind].from_target(target, draft_vocabulary=[7, 2, 30]).double()
+    drafter = HEADS[kind].from_target(target, draft_vocabulary=[7, 2, 30])
     states = torch.randn(5, 32, dtype=torch.float64)
-    expected = target.lm_head(states.float())[:, [2, 7, 30]]
-    torch.testing.assert_close(drafter.body.head(states), expected)
-    drafter.choose_tokens(target.double(), [1, 2, 60])
+    target.double()
+    torch.testing.assert_close(drafter.double().body.head(states), target.lm_head(states)[:, [2, 7, 30]])
+    drafter.choose_tokens(target, [1, 2, 60])
     torch.testing.assert_close(drafter.body.head(states), target.lm_head(states)[:, [1, 2, 60]])
     target.lm_head.weight = Packed(target.lm_head.weight.data, requires_grad=False)
     with pytest.raises(ConfigError, match=r"draft_vocab_size=3 with a target whose lm_head is quantized .* plain rows"):
