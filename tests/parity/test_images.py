@@ -106,6 +106,26 @@ def test_compiled_passes_after_images(family: str, traced: bool, monkeypatch: py
 
 
 @torch.inference_mode()
+def test_features_of_layers_below_deepstack_lack_its_images() -> None:
+    """Qwen3-VL adds features of images to the first layer's output, of which drafters read what was before."""
+    model, asked = build("qwen3_vl", num_hidden_layers=3), prompts("qwen3_vl")[0]
+    read: list[Tensor] = []
+    for layer in list(model.get_submodule("model.language_model.layers").children())[1:]:
+        layer.register_forward_pre_hook(
+            lambda _, given, named: read.append(given[0] if given else named["hidden_states"]), with_kwargs=True
+        )
+    text = DecodeSequence(list(asked.ids), len(asked.ids) + NEW_TOKENS, inputs=asked.inputs)
+    target = TransformersTarget(model)
+    target.prefill([text], layers=(1, 2))
+    features_BTF = target.features(None)
+    assert features_BTF is not None
+    image_T = torch.tensor(asked.ids) == IMAGE
+    for layer, (feature_TH, input_1TH) in enumerate(zip(features_BTF[0].chunk(2, -1), read, strict=False), 1):
+        equal_T = (feature_TH[: len(asked.ids)] == input_1TH[0]).all(-1)
+        assert equal_T.tolist() == (~image_T | (layer == 2)).tolist()
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "idefics3"])
 def test_states_of_the_prompt_are_those_of_the_model_with_the_images(family: str) -> None:
     """As drafters read them: of every token of the prompt, those of images included."""
