@@ -34,7 +34,7 @@ SMALL |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "linear_num_key_heads": 
 SMALL |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "global_head_dim": 16, "num_kv_shared_layers": 0}
 SMALL |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64}
 SMALL |= {"depth": 2, "out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
-SMALL |= {"mrope_section": [1, 1, 2]}
+SMALL |= {"mrope_section": [1, 1, 2], "top_k_experts": 2, "num_global_key_value_heads": 1, "q_lora_rank": 8}
 SECOND = {
     *("llama3.1-8b/eagle3", "llama3.1-8b/eagle3_128k", "llama3.1-8b/eagle3_32k", "llama3.2-1b/dspark"),
     *("qwen3-4b/qwen3-0.6b", "qwen3-8b/eagle3", "vicuna-7b/hydra", "vicuna-7b/medusa"),
@@ -47,7 +47,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 def small_shapes(shapes: dict[str, Any]) -> dict[str, Any]:
     """Return small sizes for those of a config, of its parts too, with as many heads of queries for each of keys."""
     nested = {key: small_shapes(value) for key, value in shapes.items() if isinstance(value, dict)}
-    values = {key: SMALL.get(key, value) for key, value in shapes.items()} | nested
+    values = {key: SMALL.get(key, value) if value else value for key, value in shapes.items()} | nested
     if "num_attention_heads" in shapes:
         groups = shapes["num_attention_heads"] // shapes["num_key_value_heads"]
         values |= {"num_attention_heads": 4, "num_key_value_heads": 1 if groups >= 4 else 4 // groups}
