@@ -14,6 +14,7 @@ import torch
 from draftsmith.distill.load_target import load_target
 from draftsmith.heads import HEADS
 from draftsmith.heads.checkpoint import describe_target, save_drafter
+from draftsmith.train import trainer
 from draftsmith.train.progress import PARTS
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
@@ -153,3 +154,19 @@ def test_decoding_peers_refuses(
     save_drafter(drafter, tmp_path / "drafter", target=made_for, recipe=None, draft_length=3)
     with pytest.raises(SystemExit, match="--drafter is of type medusa; expected draft_model, dflash or eagle3"):
         output_of("decoding_peers", f"--drafter {tmp_path / 'drafter'} --prompts 1", monkeypatch, capsys)
+
+
+@pytest.mark.slow
+def test_equal_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A run without time takes one step, and both are compared on the same rows."""
+    sizes = "data.count=24 data.prompt_tokens=8 data.response_tokens=16 data.validation=4 train.batch_size=4"
+    few = f"{sizes} evaluation.count=1 evaluation.max_new_tokens=2"
+    runs = ("--run", "heads medusa/embedded", "--run", "mtp mtp/embedded train.draft_length=2")
+    arguments = ["equal_time.py", "--seconds", "0.001", "--out", str(tmp_path), *runs, "--common", *few.split()]
+    monkeypatch.setattr(sys, "argv", arguments)
+    for name in ("TrainingRun", "learning_rate"):
+        monkeypatch.setattr(trainer, name, getattr(trainer, name))  # which the script replaces
+    run_path(str(SCRIPTS / "equal_time.py"), run_name="__main__")
+    rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in row[:2]] for row in rows] == [["heads", "1"], ["mtp", "1"]]
+    assert all(1 <= float(row[3]) < 6 for row in rows)
