@@ -218,6 +218,14 @@ class NetworkDrafter(TrainableDrafter, Generic[Network]):
     def config(self) -> dict[str, Any]:
         return {"body": self.body.config.to_diff_dict(), "layers": list(self.needs.layers), **self.options()}
 
+    def section(self) -> dict[str, Any]:
+        body, own = self.body.config, self.config()
+        own |= {key: getattr(body, key, None) for key in ("num_hidden_layers", "intermediate_size")}
+        if body.model_type == "llama":  # the only one with the option
+            windows = windows_of(body)
+            own["window"] = windows[0] if len({*windows}) == 1 else windows
+        return own
+
     @abstractmethod
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments of `from_config` other than the network's config and the layers."""

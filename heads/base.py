@@ -376,6 +376,14 @@ class TrainableDrafter(Drafter, ABC):
         """Set the draft vocabulary, and start the rows of the own lm_heads again; their number stays."""
         raise NotImplementedError(f"{self.type} drafters have no draft vocabulary")
 
+    def section(self) -> dict[str, Any]:
+        """Return the keys of the recipe's section `drafter` that describe it, with its values."""
+        return self.config()
+
+    def unfreeze(self) -> None:
+        """Let gradients reach every weight that training changes, after the drafter was loaded."""
+        self.requires_grad_(True)
+
     def train_further(self, **options: Any) -> None:
         """Apply the recipe's options to a drafter that was loaded, without changing what it computes."""
         for key in self.training_options:
@@ -457,3 +465,7 @@ class FreezableLmHead(TrainableDrafter):
         self._lm_head = value
         for head in self.own_lm_heads():
             head.requires_grad_(value == "trained")
+
+    def unfreeze(self) -> None:
+        super().unfreeze()
+        self.lm_head = self.lm_head  # its heads stay frozen where they are

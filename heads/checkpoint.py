@@ -196,6 +196,16 @@ def load_drafter(
     return drafter
 
 
+def unattached_drafter(path_or_repo: str, target: PreTrainedModel) -> TrainableDrafter:
+    """Return the drafter of a folder or repository as it is stored, not attached to a target.
+
+    `target` may be on torch's meta device: then its weights are taken for those that the drafter shares.
+    """
+    folder = local_folder(path_or_repo)
+    config, stored = read_config(folder, path_or_repo)
+    return _read(folder, stored, config, target)
+
+
 def _read(
     folder: Path, stored: StoredDrafter | None, config: dict[str, Any], target: PreTrainedModel
 ) -> TrainableDrafter:

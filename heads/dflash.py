@@ -42,7 +42,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
     """DFlash, with its options DSpark: one pass per round for any draft length."""
 
     type: ClassVar[str] = "dflash"
-    training_options: ClassVar[tuple[str, ...]] = ("anchors",)
+    training_options: ClassVar[tuple[str, ...]] = ("anchors", "trained_mask")
 
     def __init__(
         self,
@@ -149,6 +149,21 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             body.mask_embedding.copy_(state_H)
         elif body.lm_head is None:
             body.turn_masks(state_H)
+
+    def section(self) -> dict[str, Any]:
+        windows = [*self.body.windows]
+        window = windows[0] if len({*windows}) == 1 else windows
+        return {**super().section(), "window": window}
+
+    def unfreeze(self) -> None:
+        super().unfreeze()
+        self.body.mask_embedding.requires_grad_(self.mask_token is None)
+
+    def train_further(self, trained_mask: bool | None = None, **options: Any) -> None:
+        super().train_further(**options)
+        if trained_mask:
+            self.mask_token = None
+            self.unfreeze()
 
     def options(self) -> dict[str, Any]:
         return {

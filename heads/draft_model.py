@@ -120,6 +120,10 @@ class DraftModel(TrainableDrafter):
     def language_model(self) -> PreTrainedModel:
         return self.model
 
+    def section(self) -> dict[str, Any]:
+        sizes = self.model.config.to_dict()
+        return {key: sizes[key] for key in ("num_hidden_layers", "intermediate_size") if key in sizes}
+
     def train_further(self, **options: Any) -> None:
         if options.get("lora_rank") is not None:
             add_lora(self.model, rank=options["lora_rank"])

@@ -93,6 +93,10 @@ class Mtp(AutoregressiveDrafter[MtpNetwork]):
         body.input_proj.weight[:, :hidden].addr_(state_H / gain, constant_reader(torch.cat([normed_nH, fed_back_nH])))
         nn.init.constant_(body.final_layernorm.weight, float(gain))
 
+    def unfreeze(self) -> None:
+        super().unfreeze()
+        self.body.final_layernorm.requires_grad_(not self._options.get("target_norm"))
+
     def options(self) -> dict[str, Any]:
         return {**super().options(), **self._options}
 

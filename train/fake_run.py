@@ -24,15 +24,16 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
-from transformers import AttentionMaskInterface, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
-from draftsmith.distill.load_target import DTYPES, decoder_class
 from draftsmith.distill.teacher import Batch, OnlineTeacher, TargetHead
 from draftsmith.errors import DraftsmithError
 from draftsmith.heads import TrainableDrafter
 from draftsmith.heads.base import TeacherSignals
+from draftsmith.heads.configs import is_named
 from draftsmith.heads.sequence_part import SequencePart
+from draftsmith.train.continuation import stored_drafter
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.run_parts import check_target, make_step, new_drafter
 from draftsmith.train.step import Last, Teacher
@@ -50,15 +51,6 @@ def marked_share(recipe: Recipe, config: PreTrainedConfig) -> float:
     """Return the trained share of a batch's positions, in samples as long as the recipe allows, packed or not."""
     prompt, response = recipe.data.prompt_tokens, recipe.data.response_tokens
     return 1.0 if config.is_encoder_decoder or recipe.data.prompts_trained else response / (prompt + response)
-
-
-def target_of(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
-    """Build a frozen target from its config, in the recipe's dtype."""
-    decoder = decoder_class(config, recipe.data.images is not None)
-    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else decoder
-    model = auto.from_config(config, dtype=DTYPES[recipe.target.dtype])
-    model.eval().requires_grad_(False)
-    return model
 
 
 @dataclass
@@ -100,9 +92,30 @@ class DryStep:
             optimizer.zero_grad(set_to_none=not self.keeps_gradients)
 
 
-def dry_step(recipe: Recipe, target: PreTrainedModel, *, device: str, processes: int, bf16: bool) -> DryStep:
-    """Build a step over sequences as long as the recipe allows; ConfigError for a drafter that does not fit."""
-    drafter = new_drafter(recipe, target, from_files=False)
+def starting_point(recipe: Recipe, config: PreTrainedConfig) -> TrainableDrafter | None:
+    """Return the drafter that `start_from` names, to be read before `without_data`; None without one."""
+    named = recipe.start_from is None or is_named(recipe.start_from)
+    return None if named else stored_drafter(recipe, config)
+
+
+def dry_step(
+    recipe: Recipe,
+    target: PreTrainedModel,
+    start: TrainableDrafter | None = None,
+    *,
+    device: str,
+    processes: int,
+    bf16: bool,
+) -> DryStep:
+    """Build a step over sequences as long as the recipe allows; ConfigError for a drafter that does not fit.
+
+    `start`: see `starting_point`.
+    """
+    if start is None:
+        drafter = new_drafter(recipe, target, from_files=False)
+    else:
+        drafter = type(start).from_config(start.config())
+        drafter.train_further(**recipe.drafter_options())
     drafter.attach(target)
     check_target(recipe, target, drafter)
     count = recipe.train.sequence_parallel

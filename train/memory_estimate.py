@@ -18,12 +18,13 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.hidden_states import final_states, layer_lists
 from draftsmith.heads.model_config import layer_value
+from draftsmith.train.continuation import target_of
 from draftsmith.train.fake_run import (
     LiveBytes,
     dry_step,
     require_plain,
     sequence_length,
-    target_of,
+    starting_point,
     without_data,
 )
 from draftsmith.train.launch import RunContext, precision
@@ -140,10 +141,11 @@ def estimate_memory(
     """
     require_plain(config)
     data = recipe.data
+    start = starting_point(recipe, config)
     with without_data(recipe, config, device, processes) as live:
         target = target_of(recipe, config)
         weights = live.now
-        step = dry_step(recipe, target, device=device, processes=processes, bf16=bf16)
+        step = dry_step(recipe, target, start, device=device, processes=processes, bf16=bf16)
         step.keeps_gradients = processes > 1 and not sharded
         drafted = live.now - weights
         trained = sum(p.numel() * p.element_size() for p in step.module.parameters() if p.requires_grad)

@@ -33,6 +33,7 @@ from draftsmith.option_fields import check_options
 from draftsmith.provenance import tokenizer_fingerprint
 from draftsmith.storage import hold_name, write_text, writing
 from draftsmith.terminal import Terminal
+from draftsmith.train.continuation import with_section
 from draftsmith.train.launch import RunContext, make_accelerator
 from draftsmith.train.preflight import preflight
 from draftsmith.train.prepare_settings import Preview, Regeneration
@@ -217,6 +218,7 @@ def prepare(recipe: Recipe) -> None:
         ConfigError: for a recipe that cannot be prepared on this machine, before anything is loaded where possible.
     """
     preflight(recipe, training=False)
+    recipe = with_section(recipe)
     accelerator = make_accelerator(recipe, Path(recipe.output))
     context = RunContext.of(recipe, accelerator)
     data = load_parts(context).data

@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from draftsmith.config import Location, Section, expected
 from draftsmith.distill.data_section import SELF, DataSection, ServerSection, SourceSection, sources_of
 from draftsmith.errors import ConfigError, reason_of
-from draftsmith.heads.configs import DRAFTERS, AnyDrafterSection
+from draftsmith.heads.configs import DRAFTERS, AnyDrafterSection, DrafterSection, is_named
 from draftsmith.names import (
     check_attention,
     check_drafter_name,
@@ -52,9 +52,11 @@ class Recipe(Section):
     """Name of the run, in trackers and reports."""
     output: Location
     """Folder of the run; it is resumed when it holds the same recipe, and refused when it holds another."""
-    drafter: AnyDrafterSection
+    drafter: AnyDrafterSection = DrafterSection(type=None)
+    """By default the one that `start_from` names."""
     start_from: str | None = None
-    """A trained drafter to start from, of the same type and shapes."""
+    """A trained drafter to start from: a folder or a Hub id, also in another project's layout. The keys of `drafter`
+    that change what it computes are read from it."""
     continue_from: str | None = None
     """A checkpoint of another run, such as runs/NAME/checkpoints/step-001000, whose weights, moments and step this run
     continues with; the two recipes may differ in steps, schedule and intervals."""
@@ -73,6 +75,8 @@ class Recipe(Section):
     def _check_combinations(self) -> Self:
         """Raise ConfigError for keys that exclude each other, whatever the machine."""
         data = self.data
+        if self.drafter.type is None and (self.start_from is None or is_named(self.start_from)):
+            raise ConfigError("drafter is missing; expected a section with a type, or start_from with a trained one")
         for given, key, others, instead in self._exclusions():
             other = next((name for name, holds in others.items() if holds), None)
             if given and other is not None:

@@ -23,7 +23,6 @@ from draftsmith.distill.teacher import OnlineTeacher, measure_flat_rows, require
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS, TrainableDrafter
 from draftsmith.heads.base import Drafter
-from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.heads.flat_rows import read_flat, recompute_activations
 from draftsmith.heads.hidden_states import layers_of
 from draftsmith.heads.lm_head import checked_size, logits_map
@@ -32,6 +31,7 @@ from draftsmith.heads.model_config import known_tokens
 from draftsmith.heads.sequence_part import SequencePart
 from draftsmith.provenance import model_fingerprints
 from draftsmith.storage import hold_cache
+from draftsmith.train.continuation import started
 from draftsmith.train.engine import Engine
 from draftsmith.train.launch import RunContext, autocast, precision
 from draftsmith.train.optimizers import OPTIMIZERS, Optimizers, Sizes, Trained, adapters_optimizer
@@ -127,21 +127,15 @@ def make_drafter(recipe: Recipe, target: LoadedTarget) -> TrainableDrafter:
     Raises:
         ConfigError: for a drafter that does not fit the target or the section `drafter`.
     """
+    if recipe.start_from is not None:
+        return started(recipe, recipe.start_from, target)
     HEADS[recipe.drafter.type].require_tokenizer(target.tokenizer, **recipe.drafter_options())
     fresh = new_drafter(recipe, target.model)
     fresh.limit_vocabulary(known_tokens(target.tokenizer))
     ends, size = ends_of(target), fresh.draft_vocab_size
     if size is not None and size < len(ends):
         raise ConfigError.of("drafter.draft_vocab_size", size, f"at least {len(ends)}, the target's EOS tokens")
-    if recipe.start_from is None:
-        return fresh
-    drafter = _started(recipe, recipe.start_from, target, fresh)
-    if (vocabulary := drafter.draft_vocabulary) is not None and ends and ends.isdisjoint(vocabulary.tokens_D.tolist()):
-        raise ConfigError(
-            f"start_from={recipe.start_from}: a draft vocabulary without EOS ({min(ends)}): no draft ends a text; "
-            "expected one with it"
-        )
-    return drafter
+    return fresh
 
 
 def new_drafter(recipe: Recipe, target: PreTrainedModel, *, from_files: bool = True) -> TrainableDrafter:
@@ -156,41 +150,6 @@ def new_drafter(recipe: Recipe, target: PreTrainedModel, *, from_files: bool = T
         options["draft_vocabulary"] = list(range(size))
     torch.manual_seed(recipe.train.seed)
     return (kind.from_target if from_files else kind.like_target)(target, **options)
-
-
-def _started(recipe: Recipe, source: str, target: LoadedTarget, fresh: TrainableDrafter) -> TrainableDrafter:
-    """Return the drafter that `start_from` names, if it has the recipe's type, options and shapes, those of `fresh`.
-
-    Options that the recipe leaves out are the drafter's own.
-    """
-    key, trained = f"start_from={source}", load_drafter(source, target.model, target.tokenizer)
-    if not isinstance(trained, TrainableDrafter) or not isinstance(trained, type(fresh)):
-        raise ConfigError(f"{key} is a {trained.type!r} drafter; expected {fresh.type!r}")
-    trained, stored, options = trained.float().train(), trained.config(), recipe.drafter_options()
-    given = {name: options[name] for name in sorted(recipe.drafter.model_fields_set & options.keys())}
-    own = trained.training_options  # where the recipe leaves them out, the drafter keeps its own
-    trained.train_further(**{name: value for name, value in options.items() if name in given or name not in own})
-    shapes, expected = ({name: tuple(p.shape) for name, p in it.named_parameters()} for it in (trained, fresh))
-    if shapes != expected:
-        name = min(key for key in {**shapes, **expected} if shapes.get(key) != expected.get(key))
-        said, named = fresh.config(), (stored.keys() & options.keys()) - {*own}
-        others = ", ".join(f"{other}={stored[other]!r}" for other in sorted(named) if stored[other] != said.get(other))
-        raise ConfigError(
-            f"{key}: {name} has shape {shapes.get(name)}; expected {expected.get(name)}, as the section drafter says"
-            + (f" (the drafter has {others})" if others else "")
-        )
-    for name, value in given.items():
-        if name in stored and name not in own and value is not None and stored[name] != value:
-            raise ConfigError(
-                f"{key}: {name}={stored[name]!r}; expected {value!r}, as the section drafter says (leave the key out "
-                "to keep the drafter's own)"
-            )
-    fresh.train_further(**{name: getattr(trained, name) for name in own})  # may freeze an lm_head
-    requires_grad = {name: parameter.requires_grad for name, parameter in fresh.named_parameters()}
-    for name, parameter in trained.named_parameters():
-        parameter.requires_grad_(requires_grad[name])
-    trained.attach(target.model)
-    return trained
 
 
 def check_target(recipe: Recipe, model: PreTrainedModel, drafter: TrainableDrafter) -> None:

@@ -12,11 +12,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.heads.hidden_states import final_states
+from draftsmith.train.continuation import target_of
 from draftsmith.train.fake_run import (
     Operations,
     dry_step,
     require_plain,
-    target_of,
+    starting_point,
     without_data,
 )
 from draftsmith.train.machines import MACHINES, room_on
@@ -126,11 +127,12 @@ def estimate_work(
     """
     require_plain(config)
     data, train = recipe.data, recipe.train
+    start = starting_point(recipe, config)
     with without_data(recipe, config, device, processes):
         target = target_of(recipe, config)
         reading, writing = _weights_used(target)
         size = next(target.parameters()).element_size()
-        step = dry_step(recipe, target, device=device, processes=processes, bf16=bf16)
+        step = dry_step(recipe, target, start, device=device, processes=processes, bf16=bf16)
         with Operations() as of_part:
             step.part()
         with Operations() as of_teacher:

@@ -15,6 +15,7 @@ from draftsmith.decode.clock import PartClock
 from draftsmith.distill.cotraining import measure_quality
 from draftsmith.distill.teacher import Batch
 from draftsmith.heads.model_config import context_limit, start_token
+from draftsmith.train.continuation import with_section
 from draftsmith.train.engine import reduced
 from draftsmith.train.first_batch import start_drafter
 from draftsmith.train.launch import RunContext, make_accelerator
@@ -52,7 +53,7 @@ def train(recipe: Recipe) -> Path:
         ConfigError: before any work starts, for a recipe that cannot run here or an output folder of another run.
         DraftsmithError: for a loss that is not finite, or a folder that cannot be written, see train/recorder.py.
     """
-    recipe = with_rate(recipe)
+    recipe = with_section(with_rate(recipe))
     first_process = launch_variables().rank == 0  # there is no accelerator yet
     folder = Path(recipe.output)
     check_output(recipe)

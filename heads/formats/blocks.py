@@ -138,6 +138,8 @@ def _read(
     if confidence_1H is not None and confidence_1H.shape == (1, body.hidden_size):
         tensors["proj.weight"] = nn.functional.pad(confidence_1H, (0, rank))  # without the Markov embedding as input
     confident = config.get("enable_confidence_head", confidence_1H is not None)
+    mask_token = published.allow("mask_token_id", config.get("mask_token_id"), range(V))
+    tensors["mask_embedding"], trained = _mask_embedding(published, mask_token)
     drafter = DFlash(
         body,
         layers=layers,
@@ -150,9 +152,8 @@ def _read(
         markov_rank=rank,
         markov_type=kind,
         confidence_head=published.allow("enable_confidence_head", confident, BOTH),
+        mask_token=None if trained else mask_token,
     )
-    mask_token = published.allow("mask_token_id", config.get("mask_token_id"), range(V))
-    tensors["mask_embedding"] = _mask_embedding(published, mask_token)
     published.fill(
         drafter, lambda name: re.sub(r"^(body\.vocabulary|body|markov)\.", "", name).replace("confidence.", "proj.")
     )
@@ -161,21 +162,24 @@ def _read(
     return drafter
 
 
-def _mask_embedding(published: Published, mask_token: int) -> Tensor:
-    """Return the mask's embedding [H]: from the drafter's embeddings, whose other rows must be the target's, or as the
-    target's module gives it, scaled or not."""
+def _mask_embedding(published: Published, mask_token: int) -> tuple[Tensor, bool]:
+    """Return the mask's embedding [H], and whether it was trained: from the drafter's embeddings, whose other rows must
+    be the target's, or as the target's module gives it, scaled or not."""
     embeddings = published.target.get_input_embeddings()
     own_VH = weight_of(embeddings)
     theirs_VH = published.tensors.get("embed_tokens.weight")
     if theirs_VH is None or theirs_VH.shape != own_VH.shape:
         published.drop_shared("embed_tokens.weight", embeddings)
-        return embeddings(torch.tensor(mask_token, device=own_VH.device)).detach().cpu()
+        mask_H = embeddings(torch.tensor(mask_token, device=own_VH.device)).detach()
+        return torch.zeros(own_VH.shape[1]) if mask_H.is_meta else mask_H.cpu(), False
     published.require_plain_embeddings()
-    own_VH = own_VH.detach().cpu()
     mask_H = theirs_VH[mask_token].clone()
-    theirs_VH[mask_token] = own_VH[mask_token].to(theirs_VH.dtype)
+    if own_VH.is_meta or published.dropped("embed_tokens.weight", embeddings):
+        published.drop_shared("embed_tokens.weight", embeddings)
+        return mask_H, False
+    theirs_VH[mask_token] = own_VH[mask_token].to(theirs_VH)
     published.drop_shared("embed_tokens.weight", embeddings)
-    return mask_H
+    return mask_H, True
 
 
 def write_dflash_for_sglang(source: Source[DFlash]) -> Serving:

@@ -145,6 +145,8 @@ class Serving:
 def scales_embeddings(target: PreTrainedModel) -> bool:
     """Return whether the embeddings of `target` are scaled rows of their weight (Gemma 3), measured on the largest."""
     embeddings = target.get_input_embeddings()
+    if weight_of(embeddings).is_meta:
+        return False
     token = weight_of(embeddings).abs().sum(-1).argmax()  # the row of a padding token may be zero
     return not torch.equal(embeddings(token), weight_of(embeddings)[token])
 

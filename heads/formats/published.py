@@ -177,9 +177,10 @@ class Published:
 
     def dropped(self, name: str, part: nn.Module | None) -> bool:
         """Skip a tensor that equals the weight of the target's `part` in any dtype, and return whether it does."""
-        own = weight_of(part).detach().cpu()
+        own = weight_of(part).detach()
         theirs = self.tensors.get(name, own)
-        same = any(torch.equal(theirs.to(dtype), own.to(dtype)) for dtype in (own.dtype, theirs.dtype))
+        same = own.is_meta and theirs.shape == own.shape
+        same = same or any(torch.equal(theirs.to(dtype), own.cpu().to(dtype)) for dtype in (own.dtype, theirs.dtype))
         if same and self.tensors.pop(name, None) is not None:
             self.shared.append(name)
         return same

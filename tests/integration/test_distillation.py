@@ -99,8 +99,8 @@ def test_a_run_starts_from_a_trained_drafter(recipe_file: Path, tmp_path: Path) 
     adapters = run(recipe_file, f"start_from={first}", "drafter.lora_rank=2", f"output={tmp_path}/fourth")
     assert losses(adapters)[0] == losses(rows)[0], "adapters change nothing at first"
     for change, said in (
-        ("drafter={type: medusa}", "is a 'draft_model' drafter; expected 'medusa'"),
-        ("drafter.num_hidden_layers=2", "has shape None; expected"),
+        ("drafter={type: medusa}", "drafter.type='medusa'; expected 'draft_model', as start_from="),
+        ("drafter.num_hidden_layers=2", "drafter.num_hidden_layers=2; expected 1, as start_from="),
     ):
         with pytest.raises(ConfigError, match=said):
             run(recipe_file, f"start_from={first}", change, f"output={tmp_path}/fifth")

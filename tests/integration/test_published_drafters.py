@@ -1,6 +1,7 @@
 """Drafters in published layouts: training continues at their loss, and commands accept their folders."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,20 +14,26 @@ from parity.published_files import Tensors, six_layers, written
 from parity.test_native_mtp import make_target
 from parity.test_round_trips import (
     LAYOUTS,
+    _within,
     angelslim_dflash,
     angelslim_eagle3,
     deepspec_eagle3,
     specforge_dspark,
+    zlab_dflash,
 )
 from parity.test_token_heads import hydra, speculator
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.cli import main
 from draftsmith.distill.load_target import load_target
+from draftsmith.errors import ConfigError
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.hub.export import export_drafter
 from draftsmith.train import trainer as loop
+from draftsmith.train.continuation import with_section
+from draftsmith.train.learning_rates import with_rate
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.run_folder import read_metrics
 
@@ -110,6 +117,86 @@ def test_a_run_continues_a_module_in_the_targets_files(
     start = (first[0], f"target.model={copy}", "train.steps=1")
     assert_continues(run(recipe_file, *start, f"output={tmp_path}/init"), own, before)
     assert_continues(run(recipe_file, *start, "start_from=native-mtp", f"output={tmp_path}/named"), own, before)
+
+
+# Published drafters whose options the recipe does not name.
+
+PUBLISHED = {
+    make.__name__: (make, format)
+    for make, format in LAYOUTS
+    if format in ("vllm", "sglang") and make.__name__.split("_")[0] in ("speculators", "zlab", "deepspec", "sglang")
+}
+
+
+@pytest.mark.parametrize("name", mostly_slow(PUBLISHED, "zlab_dflash", "deepspec_dspark", "sglang_eagle3"))
+def test_one_command_continues_a_published_folder(
+    name: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shipped recipe without a section: alpha is the imported drafter's, then rises; the layout returns."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    make, format = PUBLISHED[name]
+    config, tensors = make(six_layers())
+    folder, model = written(tmp_path / "published", config, tensors), load_target(str(target)).model
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": "abcdefgh"[i % 5 :]}) + "\n" for i in range(24)))
+    small = [f"target.model={target}", f"data.prompts={prompts}", "data.response_tokens=16", "train.seed=3"]
+    small += ["train.batch_size=8", "train.learning_rate=3e-3", "train.gradient_accumulation=1"]
+    small += [*QUICK, "train.evaluate_every=25"]
+    assert code("import", folder, "--target", target, "--out", tmp_path / "ours", "--no-self-test") == 0
+    alphas, drafters = [], []
+    for start, steps in ((folder, 25), (tmp_path / "ours", 1)):
+        output = tmp_path / f"from-{start.name}"
+        given = [*small, f"start_from={start}", f"output={output}", f"train.steps={steps}"]
+        recipe = with_section(with_rate(load_recipe("continue/any_prompts", given)))
+        run = loop.TrainingRun(recipe, Accelerator(cpu=True), output)
+        run.train()
+        run.record.close()
+        alphas.append([row["alpha"][0] for row in read_metrics(output) if "alpha" in row])
+        drafters.append(run.drafter.eval())
+    assert alphas[0][0] == alphas[1][0], "the drafter as it was imported"
+    assert alphas[0][-1] > alphas[0][0]
+    out = export_drafter(drafters[0], model, format, tmp_path / "out", target_name="org/target", dtype="float32").folder
+    stored = load_file(next(out.glob("*.safetensors")))
+    assert {key: value.shape for key, value in stored.items()} == {key: value.shape for key, value in tensors.items()}
+    again, kept = json.loads((out / "config.json").read_text()), {"speculators_version", "speculators_config"}
+    assert {key for key in config.keys() - kept - {"rope_theta"} if not _within(config[key], again[key])} == set()
+
+
+CONTRADICTED = {
+    "drafter={type: eagle3}": "drafter.type='eagle3'; expected 'dflash', as start_from=",
+    "drafter={type: dflash, block_size: 8}": "drafter.block_size=8; expected 4, as start_from=",
+    "drafter={type: dflash, layers: [1, 4]}": "drafter.layers=[1, 4]; expected [2, 4], as start_from=",
+}
+
+
+@pytest.mark.parametrize("change", CONTRADICTED)
+def test_keys_that_contradict_a_published_folder_are_refused(
+    change: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the target's weights are loaded."""
+    folder = written(tmp_path / "published", *zlab_dflash(six_layers()))
+    given = [f"target.model={target}", f"start_from={folder}", f"output={tmp_path}/out", change]
+    monkeypatch.setattr("draftsmith.train.run_parts.load_target", None)
+    with pytest.raises(ConfigError, match=re.escape(CONTRADICTED[change])):
+        loop.train(load_recipe("continue/any_prompts", [*given, f"data.prompts={__file__[:-3]}.nosuch"]))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("hidden_size", 64, "hidden_size=64 in config.json; expected 32"),
+        ("vocab_size", 65, "vocab_size=65 in config.json; expected 64"),
+        ("num_target_layers", 7, "num_target_layers=7 in config.json; expected 6"),
+    ],
+)
+def test_a_drafter_of_another_target_is_not_continued(
+    key: str, value: int, said: str, target: Path, tmp_path: Path
+) -> None:
+    config, tensors = zlab_dflash(six_layers())
+    folder = written(tmp_path / "published", config | {key: value}, tensors)
+    given = [f"target.model={target}", f"start_from={folder}", f"output={tmp_path}/out"]
+    with pytest.raises(ConfigError, match=said):
+        with_section(load_recipe("continue/any_prompts", given))
 
 
 # The commands that read a drafter.

@@ -94,7 +94,9 @@ def test_what_the_recipe_says_holds_for_a_trained_drafter(
     assert (kept.block_size, kept.max_draft_length, kept.anchors) == (4, 4, 9)
     assert found(sample_from_anchor=True, anchors=30).anchors == 30
     for key, value in (("sample_from_anchor", False), ("block_size", 8), ("layers", [1, 1])):
-        with pytest.raises(ConfigError, match=rf"start_from=.*: {key}=.*; expected {re.escape(str(value))}, as"):
+        own = kept.section()[key]
+        said = f"drafter.{key}={value!r}; expected {own!r}, as start_from={tmp_path / 'saved'} has"
+        with pytest.raises(ConfigError, match=re.escape(said)):
             found(**{key: value})
 
 
@@ -138,13 +140,17 @@ def test_a_draft_vocabulary_has_the_ends_of_texts(tmp_path: Path, tiny_tokenizer
         found(3, start_from=str(tmp_path / "20"))
 
 
-def test_keys_that_change_shapes_are_named(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_options_that_change_shapes_are_the_drafters_own(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
     """A drafter of the speculators package, whose masks have features."""
     model = make_llama().requires_grad_(False)
     saved = HEADS["peagle"].from_target(model, layers=[1, 2], mask_before_fc=True)
     described = describe_target(model, tiny_tokenizer, "tiny")
     save_drafter(saved, tmp_path / "saved", target=described, recipe=None, draft_length=2, tokenizer=tiny_tokenizer)
-    values = {"name": "n", "output": "o", "drafter": {"type": "peagle", "layers": [1, 2]}}
-    recipe = parse_recipe({**values, "start_from": str(tmp_path / "saved")}, "test")
-    with pytest.raises(ConfigError, match=r"mask_hidden has shape .* says \(the drafter has mask_before_fc=True\)$"):
-        make_drafter(recipe, LoadedTarget(model, tiny_tokenizer, "tiny", None))
+    loaded = LoadedTarget(model, tiny_tokenizer, "tiny", None)
+    values = {"name": "n", "output": "o", "start_from": str(tmp_path / "saved")}
+    assert make_drafter(parse_recipe(values, "test"), loaded).mask_before_fc
+    refused = parse_recipe({**values, "drafter": {"type": "peagle", "mask_before_fc": False}}, "test")
+    with pytest.raises(ConfigError, match=r"drafter\.mask_before_fc=False; expected True, as start_from="):
+        make_drafter(refused, loaded)
