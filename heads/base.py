@@ -264,6 +264,8 @@ class Drafter(nn.Module):
     """For a target that was trained with the drafter: the change of the target, see `measure_quality`."""
     shared_tensors: tuple[str, ...] = ()
     """The target's tensors in the speculators file that it was read from; an export in that layout has them, too."""
+    unstated: tuple[str, ...] = ()
+    """Keys that its config.json lacks and that engines replace by different values; see `Published.unstated`."""
     unread_keys: tuple[str, ...] = ()
     """The keys of another project's config.json, from which it was read, that its reader does not know."""
     shared_vocabulary: int | None = None

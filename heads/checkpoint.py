@@ -140,6 +140,7 @@ def load_drafter(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     revision: str | None = None,
+    unstated: bool = False,
 ) -> Drafter:
     """Load a drafter and check that it fits `target`.
 
@@ -153,6 +154,7 @@ def load_drafter(
         target: the target model; the drafter is moved to its device and dtype.
         tokenizer: the target's tokenizer; if given, its vocabulary is compared with the drafter's.
         revision: a branch, tag or commit of the Hub repository; `user/name@revision` is equivalent.
+        unstated: also load a drafter with `Drafter.unstated` keys, which its caller has to settle.
 
     Raises:
         ConfigError: for a missing folder, a damaged file, or a drafter of another target.
@@ -168,6 +170,8 @@ def load_drafter(
     if stored is not None:
         _require_fit(stored, path_or_repo, target, tokenizer)
     drafter = _read(folder, stored, config, target)
+    if not unstated:
+        _require_stated(drafter, path_or_repo)
     require_finite(path_or_repo, drafter.state_dict().items())
     drafter.attach(target)
     wanted = text_config(target).vocab_size
@@ -203,7 +207,18 @@ def unattached_drafter(path_or_repo: str, target: PreTrainedModel) -> TrainableD
     """
     folder = local_folder(path_or_repo)
     config, stored = read_config(folder, path_or_repo)
-    return _read(folder, stored, config, target)
+    drafter = _read(folder, stored, config, target)
+    _require_stated(drafter, path_or_repo)
+    return drafter
+
+
+def _require_stated(drafter: Drafter, name: str | Path) -> None:
+    """Raise ConfigError for a missing key that engines replace by different values."""
+    for key in drafter.unstated:
+        raise ConfigError(
+            f"drafter={name}: {key} is missing in config.json, and engines replace it by different values; expected "
+            "true or false there, or `draftsmith import`, whose self-test finds out which"
+        )
 
 
 def _read(

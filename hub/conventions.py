@@ -75,6 +75,11 @@ class ConventionAlpha:
         return self.gain > max(GAIN, self.interval)
 
     @property
+    def worse(self) -> bool:
+        """Whether alpha is clearly lower than as the drafter was read."""
+        return -self.gain > max(GAIN, self.interval)
+
+    @property
     def alpha(self) -> float:
         """Alpha at the first draft position."""
         return self.alphas[0]
@@ -144,6 +149,37 @@ def readings_of(
         gain, error = mean_of_texts([np.nanmean(after - before, 1) for before, after in zip(own, changed, strict=True)])
         found.append(ConventionAlpha(change.convention, _means(changed), **size, gain=gain, interval=ERRORS * error))
     return found
+
+
+def settle(drafter: TrainableDrafter, readings: Sequence[ConventionAlpha]) -> list[str]:
+    """Give `drafter` the values of its unstated keys that fit the target's text, and return a line on each.
+
+    Raises:
+        ConfigError: where the readings do not tell which value fits.
+    """
+    lines = []
+    for key in drafter.unstated:
+        assert isinstance(drafter, DFlash), "keys of block drafters"
+        other = next((reading for reading in readings if reading.convention.startswith(f"{key}=")), None)
+        if other is None or not (other.better or other.worse):
+            found = "no text to tell" if other is None else f"{other.gain:+.3f} ± {other.interval:.3f} of alpha between"
+            raise ConfigError(
+                f"{key} is missing in config.json, and the self-test does not show it ({found} true and false); "
+                "expected true or false there, or more --prompts"
+            )
+        if other.better and key == "sample_from_anchor":
+            drafter.body.first = 1 - drafter.body.first
+            drafter.max_draft_length = drafter.steps
+        elif other.better:
+            drafter.body.causal_windows = not drafter.body.causal_windows
+        value = drafter.body.first == 0 if key == "sample_from_anchor" else not drafter.body.causal_windows
+        fits, less = sorted((readings[0].alpha, other.alpha), reverse=True)
+        lines.append(
+            f"self-test: {key} is missing in config.json; {str(value).lower()} fits the target's text "
+            f"(alpha {fits:.3f} at the first draft position, otherwise {less:.3f})"
+        )
+    drafter.unstated = ()
+    return lines
 
 
 def mean_of_texts(gains: Sequence[NDArray]) -> tuple[float, float]:
@@ -248,6 +284,10 @@ def _changes(target: PreTrainedModel, drafter: TrainableDrafter) -> Iterator[Cha
     if isinstance(drafter, DFlash):
         first = drafter.body.first
         yield Change(f"sample_from_anchor={first == 1}", layers, ((drafter.body, "first", 1 - first),))
+        if any(drafter.body.windows):
+            causal = drafter.body.causal_windows
+            name = f"sliding_window_non_causal={causal}"
+            yield Change(name, layers, ((drafter.body, "causal_windows", not causal),))
     body = drafter.body if isinstance(drafter, NetworkDrafter) else None
     if isinstance(body, Eagle3Network):
         for owner, name in ((body.layers[0], "norm_before_residual"), (body, "norm_output")):

@@ -27,7 +27,7 @@ from draftsmith.heads.formats.published import unknown_keys
 from draftsmith.heads.formats.writers import LAYOUTS
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.untrusted import local_folder, read_config
-from draftsmith.hub.conventions import prompts_of, readings_of, rotation_note, self_test_lines
+from draftsmith.hub.conventions import prompts_of, readings_of, rotation_note, self_test_lines, settle
 from draftsmith.hub.vllm import reading_of_vllm
 from draftsmith.names import EMBEDDED, check_target_name
 from draftsmith.storage import atomic_folder, require_empty, write_text
@@ -223,9 +223,19 @@ def import_from(
         asked, lines = prompts_of(prompts, tokenizer, context_limit(target_config))
     dtype = stored_dtype(folder) or "float32"
     loaded = _load_target(target, dtype, revision, trust_remote_code)
-    read = load_drafter(name, loaded.model, loaded.tokenizer)
+    read = load_drafter(name, loaded.model, loaded.tokenizer, unstated=self_test)
     assert isinstance(read, TrainableDrafter), "a folder holds a drafter with weights"
     read.to(DTYPES[dtype])
+    if self_test:
+        with stage("comparing the drafter with the target"):
+            readings = readings_of(loaded.model, read, asked)
+            if read.unstated:
+                try:
+                    lines += settle(read, readings)
+                except ConfigError as error:
+                    raise ConfigError(f"drafter={drafter}: {error}") from None
+                readings = readings_of(loaded.model, read, asked)
+        lines += [*self_test_lines(readings), *filter(None, [rotation_note(loaded.model, read)])]
     length, most = draft_length or read.draft_length_hint or USUAL_LENGTH, read.max_draft_length
     if draft_length is not None and most is not None and length > most:
         raise ConfigError.of("gamma", length, f"at most {most}, as far as this drafter reaches")
@@ -240,12 +250,7 @@ def import_from(
             tokenizer=loaded.tokenizer,
         )
     unread = unknown_keys(config) if isinstance(read, DraftModel) else read.unread_keys
-    lines = [*([f"note: keys of config.json that are not read: {', '.join(unread)}"] if unread else []), *lines]
-    if self_test:
-        with stage("comparing the drafter with the target"):
-            lines += self_test_lines(readings_of(loaded.model, read, asked))
-        lines += filter(None, [rotation_note(loaded.model, read)])
-    return read, lines
+    return read, [*([f"note: keys of config.json that are not read: {', '.join(unread)}"] if unread else []), *lines]
 
 
 def _load_target(target: str, dtype: str, revision: str | None, trust_remote_code: bool) -> LoadedTarget:

@@ -51,16 +51,20 @@ def read_speculators_block(published: Published) -> DFlash:
     body = published.body(layers)
     windows = windows_of(body)
     body.layer_types = body.sliding_window = None  # a block counts its windows from the anchor
-    key = "sliding_window_non_causal"
-    non_causal = published.allow(key, config.get(key, False), BOTH)
-    causal = any(windows) and not non_causal
+    dspark, keys = config["speculators_model_type"] == "dspark", ("sample_from_anchor", "sliding_window_non_causal")
+    anchored, non_causal = (config.get(key) for key in keys)
+    if dspark:  # missing: true in speculators 0.9.0, false in vLLM 0.33, whose windows are causal whatever is said
+        anchored, non_causal = published.stated(keys[0], anchored, True), non_causal or False
+    if any(windows) and not dspark:  # missing: false in speculators 0.9.0, true in vLLM 0.33
+        non_causal = published.stated(keys[1], non_causal, False)
+    causal = any(windows) and not published.allow(keys[1], non_causal or False, BOTH)
     published.allow("is_causal", layers.get("is_causal"), (None,) if causal else (None, False))  # read by vLLM alone
     return _read(
         published,
         config,
         body,
         layers=published.layers("aux_hidden_state_layer_ids", config.get("aux_hidden_state_layer_ids")),
-        anchored=config.get("sample_from_anchor", config["speculators_model_type"] == "dspark"),
+        anchored=anchored or False,
         windows=windows,
         causal_windows=causal or not any(windows),
     )
@@ -102,7 +106,8 @@ def read_deepspec(published: Published) -> DFlash:
     published.allow("num_target_layers", config.get("num_target_layers", depth), (depth,))
     published.allow("projector_type", config.get("projector_type"), (None, "dspark"))
     layers = published.layers("target_layer_ids", config.get("target_layer_ids"), 1)
-    return _read(published, config, _full_attention(published), layers=layers, anchored=True)
+    anchored = config.get("sample_from_anchor", True)  # engines read a missing one so in this layout
+    return _read(published, config, _full_attention(published), layers=layers, anchored=anchored)
 
 
 def _full_attention(published: Published) -> LlamaConfig:

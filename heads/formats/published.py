@@ -96,6 +96,8 @@ class Published:
     text: PreTrainedConfig
     shared: list[str] = field(default_factory=list)
     """The tensors that were skipped because they are the target's."""
+    unstated: list[str] = field(default_factory=list)
+    """Missing keys that change what a drafter computes and that engines replace by different values."""
 
     def refusal(self, problem: str, expected: str) -> ConfigError:
         """Return the error for a drafter that cannot be read."""
@@ -109,6 +111,13 @@ class Published:
             expected = words.replace(f" to {LARGE}", " or more") if whole or len(allowed) < 2 else f"one of {words}"
             raise self.refusal(f"{key}={value!r} in config.json", expected)
         return value
+
+    def stated(self, key: str, value: Any, assumed: bool) -> bool:
+        """Return `value`, a boolean of config.json; where it is missing, note that and return `assumed`."""
+        if value is None:
+            self.unstated.append(key)
+            return assumed
+        return self.allow(key, value, (True, False))
 
     def part(self, key: str) -> Recorded:
         """Return a mapping in config.json; empty where the key is missing."""

@@ -61,6 +61,7 @@ def read_published(folder: Path, config: dict[str, Any], target: PreTrainedModel
     with torch.no_grad():
         drafter = read(published)
     drafter.draft_length_hint = published.draft_length(drafter.max_draft_length or LARGE)
+    drafter.unstated = tuple(published.unstated)
     drafter.unread_keys = unknown_keys(config, published.config.read)
     if "speculators_model_type" in config:
         drafter.shared_tensors = tuple(sorted(published.shared))

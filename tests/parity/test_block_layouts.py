@@ -60,12 +60,12 @@ def test_dflash(
     w, after = dflash_tensors(), [*DRAFTED, 9]
     config = speculators("dspark" if rank else "dflash", block_size=4, mask_token_id=17, markov_rank=rank)
     config |= {"aux_hidden_state_layer_ids": [2, 4], "enable_confidence_head": bool(rank)}
-    if (first == 0 and not rank) or (first == 1 and rank):  # otherwise the default
+    if first == 0 or rank:  # otherwise the default, false for DFlash
         config["sample_from_anchor"] = first == 0
     n, seen = len(PROMPT), torch.ones(4, len(PROMPT) + 4, dtype=torch.bool)
     if causal is not None:  # the last three features, and causal attention in the block by default
         config["transformer_layer_config"] |= {"layer_types": ["sliding_attention"], "sliding_window": 3}
-        config |= {} if causal else {"sliding_window_non_causal": True}
+        config["sliding_window_non_causal"] = not causal
         seen[:, : n - 3] = False
         seen[:, n:] = torch.ones(4, 4, dtype=torch.bool).tril() if causal else True
     outputs = VOCAB if kept is None else len(kept)
@@ -113,6 +113,7 @@ def test_block_drafters_of_other_projects(layout: str, tmp_path: Path, target: L
     w, deepspec = dflash_tensors(), layout == "DeepSpec"
     config = llama_config(model_type="qwen3", block_size=4, num_target_layers=6, layer_types=["full_attention"])
     theirs = speculators("dspark" if deepspec else "dflash", block_size=4, mask_token_id=17)
+    theirs["sample_from_anchor"] = deepspec
     theirs |= {"aux_hidden_state_layer_ids": [2, 4]}
     if deepspec:
         w |= random_tensors({f"markov_head.markov_w{i}.weight": (VOCAB, 5) for i in (1, 2)}, 3)

@@ -14,14 +14,22 @@ from conftest import make_llama, make_tokenizer, mostly_slow
 from datasets import Dataset
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from draftsmith import load_drafter
+from draftsmith import ConfigError, load_drafter
 from draftsmith.decode.sampling import Sampling
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.eval.teacher_forced import sample_texts
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import TrainableDrafter
-from draftsmith.hub.conventions import PROMPTS, ConventionAlpha, mean_of_texts, prompts_of, readings_of, self_test_lines
+from draftsmith.hub.conventions import (
+    PROMPTS,
+    ConventionAlpha,
+    mean_of_texts,
+    prompts_of,
+    readings_of,
+    self_test_lines,
+    settle,
+)
 from draftsmith.hub.export import export_drafter
 from draftsmith.train.step import AgreementStep, Last, collate
 
@@ -30,6 +38,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     THREE: {"layers": [1, 2, 3], "train_steps": 2},
     "dflash": {"block_size": 4},
     "eagle3": {"layers": [1], "train_steps": 2},
+    "dflash from the anchor": {"block_size": 4, "markov_rank": 4, "sample_from_anchor": True},
+    "dflash from the mask": {"block_size": 4, "markov_rank": 4},
+    "dflash in causal windows": {"block_size": 4, "windows": [3, 3], "causal_windows": True},
+    "dflash in windows": {"block_size": 4, "windows": [3, 3], "causal_windows": False},
 }
 
 
@@ -107,6 +119,37 @@ def test_the_right_convention_is_found(name: str, tmp_path: Path, tiny_tokenizer
     assert f"with {convention}, a gain of 0." in line, "the best of those that are better"
     again = readings_of(target, drafter, prompts)[0]
     assert again.alphas == pytest.approx(wrong.alphas), "the drafter is left as it was"
+
+
+UNSTATED = {
+    "dflash from the anchor": ("sample_from_anchor", True),
+    "dflash from the mask": ("sample_from_anchor", False),
+    "dflash in causal windows": ("sliding_window_non_causal", False),
+    "dflash in windows": ("sliding_window_non_causal", True),
+}
+
+
+@pytest.mark.parametrize("name", mostly_slow(UNSTATED, "dflash from the mask", "dflash in windows"))
+def test_a_missing_key_that_engines_replace_differently_is_settled(
+    name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """By the text of the target, or it is refused; nothing is assumed without the self-test."""
+    (key, value), (target, fit) = UNSTATED[name], fitted(name)
+    folder = export_drafter(fit, target, "vllm", tmp_path / "theirs", target_name="tiny").folder
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop(key) is value
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=f"{key} is missing in config.json, and engines replace it by different"):
+        load_drafter(folder, target)
+    drafter = load_drafter(folder, target, unstated=True)
+    prompts, _ = prompts_of(None, tiny_tokenizer, None)
+    for few in (prompts[:5], [], [[]]):
+        with pytest.raises(ConfigError, match=f"{key} is missing in config.json, and the self-test does not show it"):
+            settle(drafter, readings_of(target, drafter, few))
+    (line,) = settle(drafter, readings_of(target, drafter, prompts))
+    assert f"{key} is missing in config.json; {str(value).lower()} fits the target's text (alpha 0." in line
+    assert drafter.options() == {**fit.options(), "anchors": 64, "mask_token": drafter.mask_token}
+    assert drafter.max_draft_length == fit.max_draft_length
 
 
 def test_the_prompts_go_through_the_chat_template(tmp_path: Path) -> None:
