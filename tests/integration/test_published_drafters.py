@@ -258,7 +258,7 @@ def test_commands_accept_a_published_folder(
 ) -> None:
     make, format = FOLDERS[name]
     if name not in CHECKED:  # pictures show numbers, whatever the layout was
-        monkeypatch.setattr("draftsmith.eval.report.evaluation_plots", lambda rows: [])
+        monkeypatch.setattr("draftsmith.eval.plots.evaluation_plots", lambda rows: [])
     folder = written(tmp_path / "d", *make(six_layers()))
     assert_commands_accept(folder, format, target, tmp_path, check=name in CHECKED)
 
