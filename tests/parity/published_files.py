@@ -19,7 +19,8 @@ PROMPT, DRAFTED = [5, 9, 33, 2, 11, 9, 8], [23, 60, 31, 4]
 """The tokens that the target has read, then the last committed token and the draft after it."""
 CLOSE = 1e-12
 """In float64, at logits of the order of 10. Rotations compute in float32, here as in transformers."""
-KEPT = [3, 5, 8, 13, 23, 31, 40, 60]
+KEPT = [1, 5, 8, 13, 23, 31, 40, 60]
+"""A draft vocabulary, with the EOS token of `make_tokenizer`."""
 Tensors = dict[str, Tensor]
 VLLM = {"eagle_aux_hidden_state_layer_ids": [2, 3, 5], "norm_before_residual": False}
 
