@@ -372,16 +372,18 @@ def _normalizers(lm_head: TargetHead, states_NW: Tensor, scales_N: Tensor | None
 
     They are those of the states as they are stored, so that p of all tokens adds up to 1.
     """
-    weight = lm_head.weight
-    sums, best = [], []
-    for place in torch.arange(len(states_NW)).split(ROWS):
+    weight, count = lm_head.weight, len(states_NW)
+    # One tensor each: small ones that stay between the logits of parts keep glibc from using the same memory again.
+    log_sums_N, argmax_N = torch.empty(count, dtype=torch.float64), torch.empty(count, dtype=torch.int64)
+    for start in range(0, count, ROWS):
+        place = slice(start, start + ROWS)
         hidden_nH = states_NW[place, : weight.shape[1]]
         if scales_N is not None:
             hidden_nH = hidden_nH.float() * scales_N[place, None]
         logits_nV = at_least_float32(logits_of(lm_head, hidden_nH.to(weight.device).to(weight.dtype)))
-        sums.append(logits_nV.logsumexp(-1).double().cpu())
-        best.append(logits_nV.argmax(-1).cpu())
-    return {"log_sums": torch.cat(sums), "argmax": torch.cat(best)}
+        log_sums_N[place] = logits_nV.logsumexp(-1)
+        argmax_N[place] = logits_nV.argmax(-1)
+    return {"log_sums": log_sums_N, "argmax": argmax_N}
 
 
 def _note(file: Path) -> Path:
