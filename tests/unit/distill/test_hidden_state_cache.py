@@ -54,6 +54,24 @@ def seen(x_BTH: Tensor, signals: TeacherSignals) -> Tensor:
     return x_BTH[signals.attention_mask_BT.bool()]
 
 
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not tell the memory of a process")
+def test_memory_does_not_grow_with_the_tokens_of_a_shard() -> None:
+    """The logits of 100 parts take 1 GB together. The heap is used as after sampling, when glibc keeps such blocks."""
+    for megabytes in (8, 16, 20, 24, 28):
+        torch.empty(megabytes, 2**18).fill_(0.0)
+    model = make_llama(vocab_size=40_000, hidden_size=8, intermediate_size=8).requires_grad_(False)
+    rows = Dataset.from_list([{"input_ids": [row] * 100, "spans": [[2, 100]]} for row in range(64)])
+    cache, teacher = SignalCache(model, rows, LAYERS, "float32", normalizers=True), OnlineTeacher(model, LAYERS)
+    before = resident()
+    cache.build(cache.missing()[0], teacher, lambda: None)
+    assert resident() - before < 3e8
+
+
 @pytest.mark.parametrize("gain", [1e-4, 1.0, 1e4])
 @pytest.mark.parametrize(("dtype", "bits"), [("float32", 24), ("bfloat16", 8), ("float8", 4)])
 def test_states_come_back(dtype: str, bits: int, gain: float) -> None:
