@@ -58,7 +58,6 @@ def sglang_command(target: str, algorithm: str, folder: str, draft_length: int, 
 
 
 WEIGHTS = "model.safetensors"
-TOKEN_MAP = "token_map.pt"
 COPIED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 COPIED += ("head_dim", "vocab_size", "max_position_embeddings", "hidden_act", "rms_norm_eps", "attention_bias")
 COPIED += ("mlp_bias",)
@@ -176,17 +175,16 @@ def with_output_biases(tensors: dict[str, Tensor], body: LlamaConfig) -> dict[st
     }
 
 
-def token_map(source: Source[Any]) -> list[str]:
-    """Write the rows that a drafter uses of the target's lm_head as SGLang reads them; return notes, none without any.
+def full_lm_head(source: Source[Any]) -> list[str]:
+    """Return a note that engines use the target's full lm_head, of which the drafter uses rows; none without any.
 
-    Source: `load_token_map` in SGLang's speculative/spec_utils.py.
+    SGLang has `--speculative-token-map`, whose file is a pickle; such files are not written.
     """
     if (vocabulary := source.drafter.draft_vocabulary) is None:
         return []
-    torch.save(vocabulary.tokens_D.tolist(), source.folder / TOKEN_MAP)
     return [
-        f"{TOKEN_MAP} has the draft vocabulary of {len(vocabulary):,} tokens for SGLang's --speculative-token-map. "
-        "Without it, and in other engines, drafts come from the target's full lm_head."
+        f"The engine drafts from the target's full lm_head: the draft vocabulary of {len(vocabulary):,} tokens is not "
+        "written, and the logits of its tokens are the same."
     ]
 
 
@@ -201,6 +199,4 @@ def on_sglang(source: Source[Any], notes: list[str], usage: str | None = None) -
     if usage is None:
         algorithm, dtype = SGLANG[source.drafter.type], name_of(source.dtype)
         usage = sglang_command(source.target_name, algorithm, "{folder}", source.draft_length, dtype)
-        if (source.folder / TOKEN_MAP).exists():
-            usage += f" --speculative-token-map {{folder}}/{TOKEN_MAP}"
     return Serving("SGLang", usage, notes=notes, port=30000, model=source.target_name)

@@ -9,7 +9,7 @@ import torch
 
 from draftsmith.heads.eagle import Eagle
 from draftsmith.heads.eagle3 import OPTIONS, Eagle3, ParallelEagle
-from draftsmith.heads.formats.common import Serving, Source, llama_fields, on_sglang, token_map
+from draftsmith.heads.formats.common import Serving, Source, full_lm_head, llama_fields, on_sglang
 from draftsmith.heads.formats.published import LAYER_IDS, POSITIVE, Published
 from draftsmith.heads.layers import windows_of
 
@@ -92,10 +92,10 @@ def write_eagle1_for_sglang(source: Source[Eagle]) -> Serving:
     source.require_plain_embeddings("format=transformers")
     body = source.drafter.body
     config = llama_fields(body.config, architectures=["LlamaForCausalLMEagle"], bias=True)
-    weights, rows = source.weights(body), token_map(source)
+    weights = source.weights(body)
     source.write(config, {name: value for name, value in weights.items() if not name.startswith("vocabulary.")})
     hass = ["HASS is EAGLE-1's network: the engine runs it as EAGLE."] if source.drafter.type == "hass" else []
-    return on_sglang(source, [*hass, *rows])
+    return on_sglang(source, [*hass, *full_lm_head(source)])
 
 
 def write_eagle3_for_sglang(source: Source[Eagle3]) -> Serving:

@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from draftsmith.errors import ConfigError
-from draftsmith.heads.formats.common import SAMPLED, Serving, Source, token_map, vllm_command
+from draftsmith.heads.formats.common import SAMPLED, Serving, Source, full_lm_head, vllm_command
 from draftsmith.heads.layers import last_norm_is_centred, layer_config
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.model_config import text_config
@@ -324,7 +324,7 @@ def write_native(source: Source[Any]) -> Serving:
         f"TARGET_FOLDER is a copy of {source.target_name}: these are its files that contain the module ({prefix}*), "
         "with every other tensor unchanged, in the dtypes of the target's files.",
         "The state is the output of the target's last norm, in every step; engines feed later steps as they see fit.",
-        *token_map(source),
+        *full_lm_head(source),
     ]
     return Serving("vLLM, SGLang or transformers", usage, notes=notes, port=8000, model="TARGET_FOLDER")
 

@@ -123,7 +123,8 @@ def test_training_continues_on_served_responses(
     again = [json.loads(line) for line in (tmp_path / "twice.jsonl").read_text().splitlines()]
     assert [row["prompt"] for row in again] == [row["prompt"] for row in rows] * 2
     assert again[0]["response"] != again[36]["response"]
-    main_code([*twice, "--responses", "2", "--temperature", "0"], code=2)
+    greedy = [str(tmp_path / "greedy.jsonl") if word.endswith("twice.jsonl") else word for word in twice]
+    main_code([*greedy, "--responses", "2", "--temperature", "0"], code=2)
     assert "--responses 2 with --temperature 0, which gives the same text again" in capsys.readouterr().err
     assert {*rows[0]} == {"prompt", "response", "input_ids", "spans", "tokenizer"}
     assert not list(tmp_path.glob(".*")), "nothing is left beside the file"

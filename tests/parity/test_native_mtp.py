@@ -186,10 +186,9 @@ def test_only_files_with_the_module_are_written(tmp_path: Path) -> None:
     assert sorted(file.name for file in result.folder.iterdir()) == ["README.md", "mtp.safetensors"]
     assert '"method": "mtp", "draft_sample_method": "probabilistic", "num_speculative_tokens"' in result.usage
     assert "cp " in result.usage
-    # A draft vocabulary is a list beside the module, which is the same.
+    # With a draft vocabulary the module is the same.
     few = Mtp.from_target(target, init="native", draft_vocabulary=[3, 9, 20])
     listed = export_drafter(few, target, "native", tmp_path / "few", target_name="org/target")
-    assert torch.load(listed.folder / "token_map.pt", weights_only=True) == [3, 9, 20]
     assert listed.tensors == result.tensors
     assert any("full lm_head" in note for note in listed.serving.notes)
 

@@ -146,7 +146,7 @@ def replaced(name: str, value: torch.Tensor, **changes: Any) -> Callable[[dict[s
         ),
         ("eagle3", without("d2t"), "no tensor d2t; expected int [8]"),
         ("eagle3", without("", fc_norm=True), "no tensor fc_norm.0.weight; expected float [32]"),
-        ("eagle3", without("", draft_vocab_size=9), "; expected float [9, 32]"),
+        ("eagle3", without("", draft_vocab_size=9), "tensor d2t is int [8]; expected int [9]"),
         ("eagle3", replaced("sink", torch.zeros(3)), "unexpected tensor sink [3]"),
         ("eagle3", replaced("layers.0.self_attn.q_norm.weight", torch.ones(HEAD)), "unexpected tensor layers.0."),
         ("eagle3", replaced("fc.weight", torch.zeros(32, 32)), "fc.weight is float [32, 32]; expected float [32, 96]"),

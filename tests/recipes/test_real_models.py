@@ -82,6 +82,8 @@ def test_a_recipe_trains_on_a_small_model_of_the_kind(
     small += ["target.tensor_parallel=1", "train.sequence_parallel=1"]
     if recipe.draft_vocab_size is not None:
         small.append("drafter.draft_vocab_size=40")
+    if getattr(recipe.drafter, "layers", None) is not None:  # of as many as the small model has
+        small.append("drafter.layers=[1, 3, 5]")
     if getattr(recipe.drafter, "init", None) == "native":  # the small model has no module of its own
         small += ["drafter.init=random"]
     if getattr(recipe.drafter, "model", None) is not None:
