@@ -54,7 +54,7 @@ class MemoryEstimate:
     activations: int
     """Everything else at the peak: activations, logits of a chunk, features, batch."""
     cache: int
-    """Keys and values of the texts that are decoded together before training; 0 where none are sampled."""
+    """Keys and values of the texts that are decoded together before training; 0 where none are sampled here."""
     reading: int
     """Other memory while it reads their prompts."""
     caching: int = 0
@@ -155,7 +155,7 @@ def estimate_memory(
         moments = _moments(step.optimizers)
         rest = max(0, live.peak - weights - drafted - moments - trained)
         cache = reading = 0
-        if data.response == "target":
+        if not data.answered and data.server is None:
             cache = cache_bytes(recipe, config) // recipe.target.tensor_parallel  # of each process's heads
             reading = _reading_bytes(recipe, target, live)
         beside_host = torch.device(device).type != "cpu" if accelerated is None else accelerated

@@ -21,12 +21,15 @@ from draftsmith.train.fake_run import (
     without_data,
 )
 from draftsmith.train.machines import MACHINES, room_on
-from draftsmith.train.memory_estimate import cache_bytes
+from draftsmith.train.memory_estimate import MemoryEstimate, cache_bytes
 from draftsmith.train.progress import in_units
 from draftsmith.train.recipe import Recipe
 
 OPERATIONS_SHARE, BYTES_SHARE = 0.4, 0.5
 """Shares of both that a run is assumed to reach."""
+SERVED = ("data.response=text", "teacher.kind=cached", "target.offload=true")
+"""For a target that a GPU holds in 4 bits only: an engine writes the answers, and one pass over them, with a layer at a
+time on the GPU, computes the states of the same weights."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class WorkEstimate:
     caching_operations: float
     """Operations of the target's pass over all samples before training; 0 unless its states are cached."""
     prompt_operations: float
-    """Operations of reading all prompts; 0, like the next three, where no responses are sampled."""
+    """Operations of reading all prompts; 0, like the next three, where no responses are sampled here."""
     passes: int
     """Forward passes that each add a token to `data.batch_size` texts."""
     pass_operations: float
@@ -64,14 +67,18 @@ class WorkEstimate:
         return f"about {in_hours(sampling + training)} on {machine}: {parts}"
 
 
-def fitting_sentence(machine: str, needed: int, overrides: list[str] | None) -> str:
-    """Return whether a run fits into a machine's memory: as it is, with `overrides`, or, with None, not at all."""
+def fitting_sentence(machine: str, needed: MemoryEstimate, overrides: list[str] | None) -> str:
+    """Return whether a run fits into a machine's memory: as it is, with `overrides`, or, with None, not at all.
+
+    `needed`: with the overrides.
+    """
     room = f"{in_units(room_on(machine))} that can be used of {MACHINES[machine][2]} GiB on {machine}"
     if overrides is None:
         return f"does not fit into the {room}; expected a smaller target, several GPUs with --sharded, or a larger GPU"
     if not overrides:
         return f"fits into the {room}"
-    return f"does not fit into the {room}; takes {in_units(needed)} and fits with {' '.join(overrides)}"
+    disk = f" and at most {in_units(needed.disk)} of disk" if needed.disk else ""
+    return f"does not fit into the {room}; takes {in_units(needed.announced)}{disk} and fits with {' '.join(overrides)}"
 
 
 def _peak(machine: str) -> tuple[float, float]:
@@ -84,31 +91,41 @@ def fitting_overrides(recipe: Recipe, room: int, needed: Callable[[list[str]], i
     """Return recipe values, `section.key=value`, with which a run fits into `room` bytes; None if none do.
 
     Those that leave the result as it is come first: more accumulation steps, recomputed activations, fewer prompts
-    decoded together. The target's dtype, its quantization and a draft vocabulary follow; offloading is last. A value
-    that saves nothing is left out.
+    decoded together. The target's dtype, its quantization and a draft vocabulary follow. A value that saves nothing is
+    left out. Where all of them are not enough, `SERVED` takes the place of sampling here and of quantization.
 
     Args:
         needed: returns the bytes of the run with these values; raises ConfigError for values that exclude each other.
     """
-    train, data, least = recipe.train, recipe.data, needed([])
-    steps = [
+    train, data = recipe.train, recipe.data
+    small = [
         *(f"train.gradient_accumulation={train.batch_size // size}" for size in (4, 2, 1) if size < train.batch_size),
         "train.activation_checkpointing=true",
-        *(f"data.batch_size={size}" for size in (16, 4) if size < data.batch_size),
-        *(["target.dtype=bfloat16"] if recipe.target.dtype == "float32" else []),
-        "target.quantization=int8",
-        "drafter.draft_vocab_size=32000",
-        "target.offload=true",
     ]
+    fewer = [f"data.batch_size={size}" for size in (16, 4) if size < data.batch_size]
+    dtype = ["target.dtype=bfloat16"] if recipe.target.dtype == "float32" else []
+    rows = "drafter.draft_vocab_size=32000"
+    here = _first_that_fit([], [*small, *fewer, *dtype, "target.quantization=int8", rows], room, needed)
+    return here if here is not None else _first_that_fit([*SERVED], [*small, *dtype, rows], room, needed)
+
+
+def _first_that_fit(
+    given: list[str], steps: list[str], room: int, needed: Callable[[list[str]], int]
+) -> list[str] | None:
+    """Return `given` and those of `steps`, in their order, that save memory until a run fits; None if it does not."""
     chosen: dict[str, str] = {}
+    try:
+        least = needed(given)
+    except DraftsmithError:
+        return None
     for step in steps:
+        if least <= room:
+            break
         key = step.partition("=")[0]
         with suppress(DraftsmithError):
-            if (size := needed([*({**chosen, key: step}).values()])) < 0.99 * least:
+            if (size := needed([*given, *({**chosen, key: step}).values()])) < 0.99 * least:
                 least, chosen[key] = size, step
-        if least <= room:
-            return list(chosen.values())
-    return None
+    return [*given, *chosen.values()] if least <= room else None
 
 
 def in_hours(seconds: float) -> str:
@@ -147,7 +164,7 @@ def estimate_work(
     rows = math.ceil(asked / processes) * data.responses
     tokens = (rows + math.ceil((data.count - asked) / processes)) * (data.prompt_tokens + data.response_tokens)
     caching = 2.0 * reading * tokens if recipe.teacher.kind == "cached" else 0.0
-    if not asked:
+    if not asked or data.server is not None:
         return WorkEstimate(of_step, train.steps, caching, 0.0, 0, 0.0, 0.0)
     passes = math.ceil(rows / data.batch_size) * data.response_tokens
     read = writing * size + cache_bytes(recipe, config) / 2  # on average, texts have half of their final length

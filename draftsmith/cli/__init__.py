@@ -129,6 +129,12 @@ class Memory(Section):
     """A GPU, such as h100 or 4090: does the run fit, how long does it take?"""
 
 
+SERVED_NOTE = (
+    "  that is for data.prompts with the answers of an engine that serves the target in 4 bits, and needs host memory for "
+    "the target in 16 bits: docs/guide/scale.md#a-target-that-fits-only-in-4-bits"
+)
+
+
 @app.command(rich_help_panel=TRAIN)
 @with_settings
 def memory(settings: Memory, as_json: Json = False) -> None:
@@ -142,7 +148,7 @@ def memory(settings: Memory, as_json: Json = False) -> None:
     from draftsmith.train.launch import precision
     from draftsmith.train.memory_estimate import MemoryEstimate, estimate_memory
     from draftsmith.train.recipe import load_recipe
-    from draftsmith.train.time_estimate import estimate_work, fitting_overrides, fitting_sentence
+    from draftsmith.train.time_estimate import SERVED, estimate_work, fitting_overrides, fitting_sentence
 
     _, config = load_tokenizer(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
     # All machines in the table compute bf16 in hardware, even if this one does not.
@@ -163,8 +169,10 @@ def memory(settings: Memory, as_json: Json = False) -> None:
         if not as_json:
             small = estimate.announced <= room
             more = [] if small else fitting_overrides(checked, room, lambda values: estimated(values).announced)
-            needed = estimate.announced if not more else estimated(more).announced
+            needed = estimate if not more else estimated(more)
             lines.append(fitting_sentence(machine, needed, more))
+            if set(SERVED) <= set(more or ()):
+                lines.append(SERVED_NOTE)
             given += more or []
     if as_json:
         return print_json({"bytes": estimate.phases, "disk_bytes": estimate.disk, "seconds": seconds})

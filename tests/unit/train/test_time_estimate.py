@@ -10,6 +10,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from draftsmith.errors import ConfigError
 from draftsmith.train.fake_run import Operations, dry_step
 from draftsmith.train.machines import MACHINES, machine_named
+from draftsmith.train.memory_estimate import estimate_memory
 from draftsmith.train.recipe import Recipe, parse_recipe
 from draftsmith.train.time_estimate import estimate_work, fitting_overrides, in_hours
 
@@ -135,3 +136,28 @@ def test_overrides_that_fit_are_the_first_that_save_enough() -> None:
     assert fitting_overrides(recipe, 80, needed) == ["train.gradient_accumulation=4"]
     assert fitting_overrides(recipe, 40, needed) == ["train.gradient_accumulation=4", "target.quantization=int8"]
     assert fitting_overrides(recipe, 30, needed) is None
+
+
+def test_a_target_that_fits_in_4_bits_only_is_served_elsewhere_and_read_layer_by_layer() -> None:
+    recipe = parse_recipe({"name": "a", "output": "b", "drafter": {"type": "medusa"}}, "test")
+    saved = {"data.response=text": 10, "target.offload=true": 60, "target.quantization=int8": 30}
+    saved |= {"train.gradient_accumulation=8": 5}
+
+    def needed(overrides: list[str]) -> int:
+        if {"target.quantization=int8", "target.offload=true"} <= {*overrides}:
+            raise ConfigError("excluded")
+        return 100 - sum(saved.get(entry, 0) for entry in overrides)
+
+    served = ["data.response=text", "teacher.kind=cached", "target.offload=true"]
+    assert fitting_overrides(recipe, 65, needed) == ["train.gradient_accumulation=8", "target.quantization=int8"]
+    assert fitting_overrides(recipe, 60, needed) == [*served]
+    assert fitting_overrides(recipe, 25, needed) == [*served, "train.gradient_accumulation=8"]
+    assert fitting_overrides(recipe, 20, needed) is None
+
+
+def test_answers_of_a_server_cost_no_sampling_here() -> None:
+    server = {"url": "http://localhost:8080", "model": "m"}
+    config = make_llama(**SHAPES).config
+    here, there = recipe_of(), recipe_of(data={"server": server})
+    assert estimate_work(there, config).sampling_seconds("l4") == 0 < estimate_work(here, config).sampling_seconds("l4")
+    assert estimate_memory(there, config).cache == 0 < estimate_memory(here, config).cache
