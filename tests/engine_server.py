@@ -92,6 +92,8 @@ class Engine:
     metrics: Callable[["Engine"], str] | None = None
     info: dict[str, Any] | None = None
     """SGLang's description of itself."""
+    config: Any = None
+    """vLLM's, with VLLM_SERVER_DEV_MODE=1."""
     asked: list[dict[str, Any]] = field(default_factory=list)
     """The bodies of all requests for text."""
     answered: Counter[str] = field(default_factory=Counter)
@@ -186,6 +188,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(self.engine.metrics(self.engine).encode(), 200, "text/plain; version=0.0.4")
         elif self.path == "/get_server_info" and self.engine.info is not None:
             self._json(self.engine.info)
+        elif self.path == "/server_info?config_format=json" and self.engine.config is not None:
+            self._json({"vllm_config": self.engine.config})
         else:
             self._json({"detail": "Not Found"}, 404)
 

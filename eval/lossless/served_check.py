@@ -303,8 +303,13 @@ def _complete(run: ServedCheck, checked: Check, url: str, keep: Callable[[Check]
     for arm in run.arms():
         checked.arms.append(arm)
         keep(checked)
-    counters = CounterRoutes(run.server.sampler.server.base_url).counters()
-    arms = checked.arms
+    routes = CounterRoutes(run.server.sampler.server.base_url)
+    counters, arms = routes.counters(), checked.arms
+    if options := routes.lossy_options():
+        run.notes.append(
+            f"{url} runs with {', '.join(options)}, which does not keep the target's distribution: a lossless verdict "
+            "then says only that these tests did not find it."
+        )
     if not counters.known:
         run.notes.append(f"{url} counts no drafts: whether it drafted anything is not known.")
     elif not counters.rounds:

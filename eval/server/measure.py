@@ -94,6 +94,12 @@ def _number(text: str) -> float:
     return value if abs(value) < 1e300 else 0.0
 
 
+LOSSY_METHODS = ("fly", "synthetic", "typical_acceptance_sampler")
+"""vLLM's ways to verify that do not keep the target's distribution; standard, strict, probabilistic and block do."""
+LOSSY_BELOW_ONE = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
+"""SGLang's thresholds from which draft tokens are accepted without a test, if below 1."""
+
+
 class CounterRoutes:
     """The routes of a server's counters, beside OpenAI's."""
 
@@ -130,15 +136,35 @@ class CounterRoutes:
                 return count - 1  # SGLang counts the last committed token as a draft token
         return None
 
+    def lossy_options(self) -> list[str]:
+        """Return the options with which the server changes the distribution, where it describes itself.
+
+        vLLM does with VLLM_SERVER_DEV_MODE=1, SGLang always.
+        """
+        config = self._json("/server_info?config_format=json").get("vllm_config")
+        section = config.get("speculative_config") if isinstance(config, dict) else None
+        method = section.get("rejection_sample_method") if isinstance(section, dict) else None
+        found = [f"rejection_sample_method={method}"] if method in LOSSY_METHODS else []
+        for state in self._states():
+            values = {key: state.get(key) for key in LOSSY_BELOW_ONE}
+            below = {key: value for key, value in values.items() if isinstance(value, int | float) and value < 1}
+            found += [f"{key}={value:g}" for key, value in below.items()]
+        return list(dict.fromkeys(found))
+
     def _states(self) -> list[dict[str, Any]]:
         """Return SGLang's description of itself and of its ranks."""
-        answer = self._get("/get_server_info")
-        try:
-            info = {} if answer is None else answer.json()
-        except ValueError:
-            return []
-        states = info.get("internal_states") if isinstance(info, dict) else None
+        info = self._json("/get_server_info")
+        states = info.get("internal_states")
         return [state for state in [info, *(states if isinstance(states, list) else [])] if isinstance(state, dict)]
+
+    def _json(self, path: str) -> dict[str, Any]:
+        """Return the object at a route; an empty one where the server has none."""
+        answer = self._get(path)
+        try:
+            info = None if answer is None else answer.json()
+        except ValueError:
+            return {}
+        return info if isinstance(info, dict) else {}
 
     def _get(self, path: str) -> "httpx.Response | None":
         import httpx

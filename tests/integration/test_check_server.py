@@ -14,6 +14,7 @@ from conftest import make_llama
 from engine_server import Engine, behind_a_proxy, chat_tokenizer
 
 from draftsmith import SpeculativeDecoder
+from draftsmith.eval.server.measure import CounterRoutes
 from draftsmith.heads.draft_model import DraftModel
 
 SIZES = {"max_position_embeddings": 32}
@@ -91,6 +92,33 @@ def test_a_server_that_drafts_nothing(folder: Path, capsys: pytest.CaptureFixtur
         *("greedy texts, one request at a time", "greedy texts, 8 requests at a time"),
         *("texts at T=0.01, one request at a time", "stop strings", "the end of the context"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("described", "named"),
+    [
+        ({"config": {"speculative_config": {"rejection_sample_method": "fly"}}}, "rejection_sample_method=fly"),
+        ({"config": {"speculative_config": {"rejection_sample_method": "block"}}}, None),
+        ({"config": "VllmConfig(...)"}, None),
+        ({"config": {"speculative_config": None}}, None),
+        (
+            {"info": {"internal_states": [{"speculative_accept_threshold_single": 0.9}]}},
+            "speculative_accept_threshold_single=0.9",
+        ),
+        ({"info": {"speculative_accept_threshold_single": 1.0, "internal_states": 3}}, None),
+    ],
+)
+def test_lossy_options_that_a_server_shows_are_named(described: dict[str, Any], named: str | None) -> None:
+    with Server(**described).running() as server:
+        assert CounterRoutes(server.url).lossy_options() == ([] if named is None else [named])
+
+
+def test_a_server_with_a_lossy_option_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    described = {"speculative_config": {"rejection_sample_method": "fly"}}
+    with Server(config=described).running() as server:
+        check(server.url, folder, "--temperature", 0)
+    told = " ".join(capsys.readouterr().out.split())
+    assert "runs with rejection_sample_method=fly, which does not keep the target's distribution" in told
 
 
 @pytest.mark.parametrize(
