@@ -130,8 +130,8 @@ class Memory(Section):
 
 
 SERVED_NOTE = (
-    "  that is for data.prompts with the answers of an engine that serves the target in 4 bits, and needs host memory for "
-    "the target in 16 bits: docs/guide/scale.md#a-target-that-fits-only-in-4-bits"
+    "  that is for data.prompts with the answers of an engine that serves the target in 4 bits, and needs host memory "
+    "for the target in 16 bits: docs/guide/scale.md#a-target-that-fits-only-in-4-bits"
 )
 
 

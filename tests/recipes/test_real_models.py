@@ -1,6 +1,7 @@
 """Recipes for real models: each trains on a small random model of the same kind, and its header says what it costs."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -139,3 +140,22 @@ def test_blocks_at_many_anchors_fit_an_accelerator() -> None:
     config = AutoConfig.for_model(**SHAPES["meta-llama/Llama-3.1-8B-Instruct"])
     estimate = estimate_memory(recipe, config, bf16=True, accelerated=True)
     assert estimate.peak < 0.9 * 80e9
+
+
+def test_the_table_of_the_readme_is_that_of_the_recipes() -> None:
+    """Cards and hours are those of the headers, and the disk of cached states follows from sizes."""
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\S+)` \| (\d+) GB \| (\S+), (\S+) \(H100\) \| none; (\S+) TB", text, re.MULTILINE)
+    assert len(rows) >= 5
+    for name, card, *hours, disk in rows:
+        recipe, header = load_recipe(name), shipped_recipes()[name]
+        assert f"one GPU of {card} GB" in header
+        found = re.search(r"sampling (\S+) (h|min), training (\S+) (h|min) \(computed\)", header)
+        assert found is not None
+        told = [float(found[n]) / (60 if found[n + 1] == "min" else 1) for n in (1, 3)]
+        assert [float(hour) for hour in hours] == pytest.approx(told, abs=0.06)
+        drafter, data = yaml.safe_load(header)["drafter"], recipe.data
+        layers = {"eagle3": 3, "mtp": 0, "dflash": drafter.get("num_hidden_layers")}[drafter["type"]]
+        width = SHAPES[recipe.target.model]["hidden_size"]
+        tokens = data.count * (data.prompt_tokens + data.response_tokens)
+        assert float(disk) == pytest.approx(tokens * (1 + layers) * width * 2 / 1e12, abs=0.06)
