@@ -1,4 +1,4 @@
-"""The network of block drafters: its attention, layers, and the bias of logits by the draft tokens before.
+"""The network of block drafters: its attention and layers. The tokens before a position enter in `transitions`.
 
 Each position of a block sees the features before its anchor, and the block:
 
@@ -7,7 +7,7 @@ training   features of whole texts; blocks at many anchors, which do not see eac
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,8 @@ from draftsmith.heads.layers import Attend, DecoderLayer, Rope, attention, norm,
 from draftsmith.heads.lm_head import DraftVocabulary
 
 # Shapes: B rows, T positions, C features, A anchors, b block size, K positions that predict, X = A * b, Q positions of
-# some blocks, S keys, h heads, d head size, H hidden size, n nodes or positions, r rank, V vocabulary, D logits.
+# some blocks, S keys, h heads, d head size, H hidden size, n nodes or positions.
 
-Kind = Literal["vanilla", "gated", "rnn"]
 QUERIES = 512
 """Positions of blocks whose mask is in memory at a time in training."""
 
@@ -210,39 +209,3 @@ class DFlashNetwork(DraftNetwork):
             x_BbH = layer(x_BbH, rope, attend, features_BCH=context_BCH)
         states_BKH = self.norm(x_BbH)[:, self.first :]
         return NetworkOutput(self.head(states_BKH), states_BKH)
-
-
-class MarkovBias(nn.Module):
-    """DSpark: W2 l, a low-rank bias of D logits. l depends on e = W1[token before] and on h, the state of the block.
-
-    Source: github.com/deepseek-ai/DeepSpec.
-
-    vanilla   l = e
-    gated     l = sigmoid(G [h; e]) * e
-    rnn       (g, c, o) = J [s; e; h],  l = tanh(o),  s <- sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c),  s = 0 at first
-    """
-
-    def __init__(self, vocab_size: int, rank: int, outputs: int, hidden_size: int, kind: Kind) -> None:
-        super().__init__()
-        self.kind = kind
-        self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, outputs, bias=False)
-        self.gate_proj = nn.Linear(hidden_size + rank, rank) if kind == "gated" else None
-        self.joint_proj = nn.Linear(hidden_size + 2 * rank, 3 * rank) if kind == "rnn" else None
-        nn.init.zeros_(self.markov_w2.weight)
-
-    def forward(self, carried_nr: Tensor, before_n: Tensor, states_nH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the bias [n, D] after the tokens `before_n` and the carried state [n, r] of the next position."""
-        latent_nr, carried_nr = self.latent(carried_nr, self.markov_w1(before_n), states_nH)
-        return self.markov_w2(latent_nr), carried_nr
-
-    def latent(self, carried_nr: Tensor, embeds_nr: Tensor, states_nH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return l [n, r] and the carried state [n, r] of the next position, which only `rnn` changes."""
-        if self.gate_proj is not None:
-            return self.gate_proj(torch.cat([states_nH, embeds_nr], -1)).sigmoid() * embeds_nr, carried_nr
-        if self.joint_proj is not None:
-            joint = self.joint_proj(torch.cat([carried_nr, embeds_nr, states_nH], -1))
-            gate_nr, candidate_nr, output_nr = joint.chunk(3, -1)
-            gate_nr = gate_nr.sigmoid()
-            return output_nr.tanh(), gate_nr * carried_nr + (1 - gate_nr) * candidate_nr.tanh()
-        return embeds_nr, carried_nr

@@ -25,7 +25,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import NetworkDrafter
 from draftsmith.heads.base import Context, DraftStates, Level, TeacherSignals
-from draftsmith.heads.block_network import AnchoredBlocks, DFlashNetwork, Kind, MarkovBias
+from draftsmith.heads.block_network import AnchoredBlocks, DFlashNetwork
 from draftsmith.heads.eagle3 import default_mask_token
 from draftsmith.heads.hidden_states import positions_like
 from draftsmith.heads.initial_weights import best_state, copied_share, final_states_of, silence, typical_sizes
@@ -33,6 +33,7 @@ from draftsmith.heads.layers import layer_config
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.model_config import text_config
 from draftsmith.heads.rows import Counts
+from draftsmith.heads.transitions import Kind, MarkovBias, Transitions
 
 # Shapes: B rows, T positions, F size of the features, A anchors, b block size, K draft positions (b, or b - 1 where the
 # anchor's position predicts nothing), S keys, H hidden size, h heads, d head size, V vocabulary, D draft vocabulary.
@@ -74,6 +75,11 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         self.markov = MarkovBias(*biased) if markov_rank else None
         self.confidence = nn.Linear(body.hidden_size + markov_rank, 1) if confidence_head else None
         self.max_draft_length = block_size - first
+
+    @property
+    def transitions(self) -> Transitions | None:
+        """The dependence of logits on the token before; None where q depends on the committed text alone."""
+        return self.markov
 
     @classmethod
     def from_target(
@@ -201,44 +207,32 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         if any(counts):  # not in the first round, whose block was read with the prompt
             self._read(counts)
         self._depth = 0
-        if self.markov is not None:
-            self._carried_Bnr = self._states_BKH.new_zeros(len(texts), 1, self.markov.markov_w2.in_features)
-        return self._biased()[:, 0]
+        if self.transitions is not None:
+            self._carried_Bnr = self.transitions.begin(self._states_BKH[:, :1])
+        return self._walked()[:, 0]
 
     def extend(self, level: Level) -> Tensor:
         self._before_Bn, self._depth = level.tokens_Bn, level.depth
-        if self.markov is not None:
+        if self.transitions is not None:
             self._carried_Bnr = level.of_parents(self._carried_Bnr)
-        return self._biased()
+        return self._walked()
 
     def chain_logits(self, length: int) -> Tensor | None:
-        return None if self.markov is not None else self._expanded(self._logits_BKD[:, :length])
+        return None if self.transitions is not None else self._expanded(self._logits_BKD[:, :length])
 
     def confidences(self) -> Tensor | None:
-        if self.confidence is None:
-            return None
-        return self._confidence_logits(self._with_token(self._node_states(), self._before_Bn)).sigmoid()
+        return None if self.confidence is None else self._confidence_logits(self._nodes_BnX).sigmoid()
 
-    def _node_states(self) -> Tensor:
-        """Return the block's state [B, n, H] for each node of the last level."""
-        return self._states_BKH[:, self._depth, None].expand(-1, self._before_Bn.shape[1], -1)
-
-    def _with_token(self, states_nH: Tensor, before_n: Tensor) -> Tensor:
-        """Return states and the Markov embeddings of the tokens before them, [..., H + rank]."""
-        if self.markov is None:
-            return states_nH
-        return torch.cat([states_nH, self.markov.markov_w1(before_n.to(states_nH.device))], -1)
-
-    def _biased(self) -> Tensor:
-        """Return logits [B, n, V] after the nodes of the last level, with the bias of their tokens."""
+    def _walked(self) -> Tensor:
+        """Return logits [B, n, V] after the nodes of the last level."""
+        self._nodes_BnX = self._states_BKH[:, self._depth, None].expand(-1, self._before_Bn.shape[1], -1)
         logits_BnD = self._logits_BKD[:, self._depth, None]
-        if self.markov is None:
-            logits_BnD = logits_BnD.expand(*self._before_Bn.shape, -1)
-        else:
-            inputs = self._carried_Bnr, self._before_Bn, self._node_states()
-            bias_BnD, self._carried_Bnr = self.markov(*inputs)
-            logits_BnD = logits_BnD + bias_BnD
-        return self._expanded(logits_BnD)
+        if self.transitions is None:
+            return self._expanded(logits_BnD.expand(*self._before_Bn.shape, -1))
+        before_Bn = self._before_Bn.to(logits_BnD.device)
+        values_BnX, self._carried_Bnr = self.transitions.read(self._carried_Bnr, before_Bn, self._nodes_BnX)
+        self._nodes_BnX = torch.cat([self._nodes_BnX, values_BnX], -1)
+        return self._expanded(self.transitions(logits_BnD, values_BnX))
 
     def _expanded(self, logits_BnD: Tensor) -> Tensor:
         """Return logits [B, n, V] over the target's vocabulary."""
@@ -263,14 +257,17 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         states_BXH = body.step(embeds_BXH, None, body.rotary(embeds_BXH, positions_BAb.flatten(1)), attend)
         states_BAbH = states_BXH.unflatten(1, (-1, size))
         tokens, unrolled = None if body.vocabulary is None else body.vocabulary.tokens_D, []
-        carried: Tensor | None = None
+        carried = None if self.transitions is None else self.transitions.begin(states_BAbH[:, :, 0])
         for k in range(self.steps):
             towards_BA = torch.where((anchors_BA >= 0) & (anchors_BA + k + 1 < T), anchors_BA + k, -1)
             if documents_BT is not None:
                 left_BA = documents_BT.gather(1, towards_BA.clamp_min(0)) != documents_BT.gather(1, chosen_BA)
                 towards_BA = towards_BA.masked_fill(left_BA, -1)
-            states_BAD = self._with_token(states_BAbH[:, :, k + body.first], ids_BT.gather(1, towards_BA.clamp_min(0)))
-            states_BAD, carried = self._with_latent(states_BAD, carried)
+            states_BAD = states_BAbH[:, :, k + body.first]
+            if self.transitions is not None and carried is not None:
+                before_BA = ids_BT.gather(1, towards_BA.clamp_min(0))
+                values_BAX, carried = self.transitions.read(carried, before_BA, states_BAD)
+                states_BAD = torch.cat([states_BAD, values_BAX], -1)
             unrolled.append(
                 DraftStates.in_rows(
                     states_BAD,
@@ -284,21 +281,11 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             )
         return unrolled
 
-    def _with_latent(self, states_nD: Tensor, carried_nr: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return states [n, H + rank] and, where it is not the embedding, the bias's latent, see `latent`."""
-        if self.markov is None or self.markov.kind == "vanilla":
-            return states_nD, None
-        states_nH, embeds_nr = states_nD.split([self.body.config.hidden_size, self.markov.markov_w2.in_features], -1)
-        carried_nr = torch.zeros_like(embeds_nr) if carried_nr is None else carried_nr
-        latent_nr, carried_nr = self.markov.latent(carried_nr, embeds_nr, states_nH)
-        return torch.cat([states_nD, latent_nr], -1), carried_nr
-
-    def _logits_of(self, states_nD: Tensor) -> Tensor:
-        """Map states [n, H + …] of an unrolled position to logits [n, D]; the last values are the bias's latent."""
-        logits_nD = self.body.head(states_nD[..., : self.body.config.hidden_size])
-        if self.markov is None:
-            return logits_nD
-        return logits_nD + self.markov.markov_w2(states_nD[..., -self.markov.markov_w2.in_features :])
+    def _logits_of(self, states_nX: Tensor) -> Tensor:
+        """Map states of an unrolled position, and values of its transitions, to logits [n, D]."""
+        hidden = self.body.config.hidden_size
+        logits_nD = self.body.head(states_nX[..., :hidden])
+        return logits_nD if self.transitions is None else self.transitions(logits_nD, states_nX[..., hidden:])
 
     def _confidence_logits(self, states_nD: Tensor) -> Tensor:
         """Return the logits [n] of the confidence head; it reads states and embeddings."""
@@ -306,8 +293,8 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         return self.confidence(states_nD[..., : self.confidence.in_features])[..., 0]
 
     def _head_parameters(self) -> tuple[nn.Parameter, ...]:
-        parts = [self.confidence, None if self.markov is None else self.markov.markov_w2]
-        own = (parameter for part in parts if part is not None for parameter in part.parameters())
+        own = [] if self.confidence is None else list(self.confidence.parameters())
+        own += [] if self.transitions is None else self.transitions.score_parameters()
         return (*self.body.head_parameters(), *own)
 
     def _anchors(self, mask_BT: Tensor, positions_BT: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from draftsmith.heads.block_network import Kind
 from draftsmith.heads.dflash import DFlash
 from draftsmith.heads.formats.common import (
     SGLANG,
@@ -34,6 +33,7 @@ from draftsmith.heads.formats.published import LARGE, POSITIVE, Published
 from draftsmith.heads.formats.speculators import block_tensors, mask_token_of
 from draftsmith.heads.layers import windows_of
 from draftsmith.heads.lm_head import weight_of
+from draftsmith.heads.transitions import Kind
 
 # Shapes: H hidden size, V vocabulary, D draft vocabulary.
 
