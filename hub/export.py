@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.distill import gguf_target
 from draftsmith.distill.embedded import embedded_target
-from draftsmith.distill.gguf_target import plain_folder
 from draftsmith.distill.load_target import DTYPES, LoadedTarget, load_target, load_tokenizer
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter, TrainableDrafter
@@ -29,7 +29,7 @@ from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.untrusted import local_folder, read_config
 from draftsmith.hub.conventions import prompts_of, readings_of, rotation_note, self_test_lines, settle
 from draftsmith.hub.vllm import reading_of_vllm
-from draftsmith.names import EMBEDDED, check_target_name
+from draftsmith.names import EMBEDDED, GGUF, check_target_name
 from draftsmith.storage import atomic_folder, require_empty, write_text
 from draftsmith.terminal import Terminal, markdown_environment, stage
 
@@ -175,17 +175,22 @@ def export_to(
     """Load a target and its drafter by their names, and write the export into the folder `out`."""
     check_export(format, None, dtype, out)
     check_target_name(target)
-    name, folder = _weights(drafter, target)
+    if drafter.endswith(GGUF):
+        dequantized = gguf_target.model(Path(drafter).expanduser(), DTYPES[dtype or "float32"])
+        name, folder = dequantized, dequantized
+    else:
+        name, folder = _weights(drafter, target)
     _, stored = read_config(folder, drafter)
     check_export(format, None if stored is None else stored.type, dtype, out)
     dtype = dtype or stored_dtype(folder) or "float32"
     loaded = _load_target(target, dtype, revision, trust_remote_code)
+    served = target if format == "gguf" else gguf_target.plain_folder(loaded.model) or target
     return export_drafter(
         load_drafter(name, loaded.model, loaded.tokenizer),
         loaded.model,
         format,
         out,
-        target_name=servable(target) if format == "gguf" else servable(plain_folder(loaded.model) or target),
+        target_name=servable(served),
         revision=loaded.revision,
         dtype=dtype,
         tokenizer=loaded.tokenizer,

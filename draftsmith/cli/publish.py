@@ -14,6 +14,7 @@ from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.eval.settings import Dtype, check_drafters, require_cached_drafters
 from draftsmith.heads.configs import require_weights
 from draftsmith.names import (
+    GGUF,
     check_licence,
     check_prompts_name,
     check_repo,
@@ -54,7 +55,14 @@ class Conversion(Section):
     """Revision of the target on the Hub."""
 
 
+def _check_exported(name: str, key: str) -> None:
+    if not (name.endswith(GGUF) and Path(name).expanduser().is_file()):
+        _check_drafter(name, key)
+
+
 class Export(Conversion):
+    drafter: Annotated[str, Option(argument=True, check=_check_exported, hub=require_cached_drafters)]
+    """Folder or Hub id of a drafter, native-mtp, or a GGUF file, which is written without quantization."""
     format: Literal["vllm", "sglang", "gguf", "transformers", "native"]
     """vllm, sglang, gguf, transformers or native."""
     dtype: Dtype | None = None

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from gguf_files import tiny_llama, write_gguf
 from integration.test_exchange import run
 from transformers import AutoModelForCausalLM
@@ -70,6 +71,10 @@ def test_from_a_file_to_a_drafter_for_llama_server(
     assert f"llama-server -m {target} -md exported/drafter.gguf" in said
     assert said.endswith(f"next: draftsmith eval server http://localhost:8080 --target {target} --model {target}\n")
     assert load_target(str(tmp_path / "exported"), device="cpu").model.config.num_hidden_layers == 1
+    code, said, err = run(capsys, "export", target, "--format", "gguf", "--target", target, "--out", "plain")
+    assert code == 0, err
+    plain, quantized = (load_target(name, device="cpu").model.state_dict() for name in ("plain", target))
+    assert all(torch.equal(plain[name], weight) for name, weight in quantized.items())
     code, said, err = run(capsys, "export", drafter, "--format", "vllm", "--target", target, "--out", "for vllm")
     assert code == 0, err
     (served,) = re.findall(r"vllm serve (\S+) --speculative-config", said)
