@@ -1,7 +1,7 @@
 """Prompts that the target writes itself: the user's turn of its chat template, sampled (Magpie, arXiv:2406.08464).
 
-Without more the target writes prompts of few kinds: 7 % of SmolLM2's mention code. A system prompt before the turn asks
-for a kind (section 2.2 there).
+Without more the target writes prompts of few kinds: 9 % of SmolLM2's mention code. A system prompt before the turn asks
+for a kind (section 2.2 there); 56 % do with that for code.
 """
 
 import json
