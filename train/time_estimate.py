@@ -112,20 +112,30 @@ def fitting_overrides(recipe: Recipe, room: int, needed: Callable[[list[str]], i
 def _first_that_fit(
     given: list[str], steps: list[str], room: int, needed: Callable[[list[str]], int]
 ) -> list[str] | None:
-    """Return `given` and those of `steps`, in their order, that save memory until a run fits; None if it does not."""
+    """Return `given` and the first of `steps` that save memory until a run fits; None if it does not.
+
+    After each that does, those before it are tried again: another phase of the run may need most by then.
+    """
     chosen: dict[str, str] = {}
     try:
         least = needed(given)
     except DraftsmithError:
         return None
-    for step in steps:
-        if least <= room:
-            break
-        key = step.partition("=")[0]
-        with suppress(DraftsmithError):
-            if (size := needed([*given, *({**chosen, key: step}).values()])) < 0.99 * least:
-                least, chosen[key] = size, step
-    return [*given, *chosen.values()] if least <= room else None
+    while least > room:
+        for place, step in enumerate(steps):
+            if _key(step) in chosen and place <= steps.index(chosen[_key(step)]):
+                continue
+            with suppress(DraftsmithError):
+                if (size := needed([*given, *({**chosen, _key(step): step}).values()])) < 0.99 * least:
+                    least, chosen[_key(step)] = size, step
+                    break
+        else:
+            return None
+    return [*given, *chosen.values()]
+
+
+def _key(step: str) -> str:
+    return step.partition("=")[0]
 
 
 def in_hours(seconds: float) -> str:

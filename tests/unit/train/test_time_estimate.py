@@ -138,6 +138,19 @@ def test_overrides_that_fit_are_the_first_that_save_enough() -> None:
     assert fitting_overrides(recipe, 30, needed) is None
 
 
+def test_values_that_save_in_another_phase_are_found_after_the_first_one() -> None:
+    recipe = parse_recipe({"name": "a", "output": "b", "drafter": {"type": "medusa"}}, "test")
+
+    def needed(overrides: list[str]) -> int:
+        sampling = 90 - 60 * ("data.batch_size=16" in overrides) - 20 * ("target.quantization=int8" in overrides)
+        training = (
+            60 - 30 * ("train.gradient_accumulation=4" in overrides) - 25 * ("target.quantization=int8" in overrides)
+        )
+        return max(sampling, training)
+
+    assert fitting_overrides(recipe, 40, needed) == ["data.batch_size=16", "train.gradient_accumulation=4"]
+
+
 def test_a_target_that_fits_in_4_bits_only_is_served_elsewhere_and_read_layer_by_layer() -> None:
     recipe = parse_recipe({"name": "a", "output": "b", "drafter": {"type": "medusa"}}, "test")
     saved = {"data.response=text": 10, "target.offload=true": 60, "target.quantization=int8": 30}
