@@ -6,7 +6,8 @@ decoding   features in the cache; one block after the last committed token
 training   features of whole texts; blocks at many anchors, which do not see each other
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,12 +22,54 @@ from draftsmith.heads.lm_head import DraftVocabulary
 # Shapes: B rows, T positions, C features, A anchors, b block size, K positions that predict, X = A * b, Q positions of
 # some blocks, S keys, h heads, d head size, H hidden size, n nodes or positions.
 
+ENDLESS = 2**40
+"""More positions than any text has."""
 QUERIES = 512
 """Positions of blocks whose mask is in memory at a time in training."""
 
 
-def cached_block(cache: Any, mask: Tensor | None, windows: Sequence[int | None], causal_windows: bool) -> Attend:
-    """Return the attention of decoding: every position of the block sees the cache slots that its last position sees.
+@dataclass
+class Visibility:
+    """What the positions of a block see in each layer: features before the anchor, and each other.
+
+    Layers without a window see all features, and all positions of the block unless `causal`.
+    """
+
+    windows: Sequence[int | None]
+    """For each layer the size of its window, None for none."""
+    causal_windows: bool = True
+    """In layers with a window, a position sees no later ones of the block."""
+    causal: bool = False
+    """In no layer does a position see later ones of the block."""
+    from_anchor: bool = True
+    """The window is a number of features before the anchor, for all positions, as in the speculators package. Elsewhere
+    it is a number of places that each position sees, its own included, and as many later ones where it sees these."""
+
+    def limits(self, layer: int) -> bool:
+        """Return whether the layer hides features or positions of the block."""
+        return self.causal or self.windows[layer] is not None
+
+    def features(self, layer: int, block: int, device: torch.device) -> Tensor:
+        """Return the first feature that each position [b] sees, relative to the anchor."""
+        window, slots_b = self.windows[layer], torch.arange(block, device=device)
+        if window is None:
+            return slots_b - ENDLESS
+        return torch.full_like(slots_b, -window) if self.from_anchor else slots_b - window + 1
+
+    def block(self, layer: int, block: int, device: torch.device) -> Tensor:
+        """Return the positions of the block that each of them sees, bool [b, b]."""
+        window, own_bb = self.windows[layer], torch.ones(block, block, dtype=torch.bool, device=device)
+        if window is not None and not self.from_anchor:
+            own_bb = own_bb.triu(1 - window).tril(window - 1)
+        return own_bb.tril() if self.causal or (self.causal_windows and window is not None) else own_bb
+
+
+Sinks = Callable[[int], Tensor | None]
+"""Return the `attention_sink_bias` [h] of a layer."""
+
+
+def cached_block(cache: Any, mask: Tensor | None, sees: Visibility, sinks: Sinks) -> Attend:
+    """Return the attention of decoding: a position of the block sees, of what its last one sees, what `sees` says.
 
     The block takes the last slots that it sees; there may be others between the features and the block.
     """
@@ -34,18 +77,20 @@ def cached_block(cache: Any, mask: Tensor | None, windows: Sequence[int | None],
 
     def attend(layer: int, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor) -> Tensor:
         k_BhSd, v_BhSd = cache.update(k_BhTd, v_BhTd, layer)
-        (block, S), window, mask = (q_BhTd.shape[2], k_BhSd.shape[2]), windows[layer], mask_B11S
-        if window is not None:
-            slots_S = torch.arange(S, device=q_BhTd.device)
-            features = first = S - block
+        block, S, mask = q_BhTd.shape[2], k_BhSd.shape[2], mask_B11S
+        if sees.limits(layer):
+            slots_1S = torch.arange(S, device=q_BhTd.device)[None]
+            features = start = S - block
             if mask is not None:
                 features = mask.sum(-1, keepdim=True) - block
-                first = (mask * slots_S).amax(-1, keepdim=True) - block + 1
-            near = slots_S >= features - window
-            if causal_windows:
-                near = near & (slots_S <= first + torch.arange(block, device=q_BhTd.device)[:, None])
-            mask = near if mask is None else mask & near
-        return attention(q_BhTd, k_BhSd, v_BhSd, None if mask is None else mask.expand(*mask.shape[:-2], block, S))
+                start = (mask * slots_1S).amax(-1, keepdim=True) - block + 1
+            own_bb = sees.block(layer, block, q_BhTd.device)
+            own_bS = own_bb.T[(slots_1S - start).clamp(0, block - 1).squeeze(-2)].mT
+            before_bS = slots_1S >= features + sees.features(layer, block, q_BhTd.device)[:, None]
+            near_bS = torch.where(slots_1S >= start, own_bS, before_bS)
+            mask = near_bS if mask is None else mask & near_bS
+        mask = None if mask is None else mask.expand(*mask.shape[:-2], block, S)
+        return attention(q_BhTd, k_BhSd, v_BhSd, mask, sinks_h=sinks(layer))
 
     return attend
 
@@ -59,7 +104,6 @@ class AnchoredBlocks:
     Args:
         context: keys and values of the features, for each layer.
         documents_BT: see `TeacherSignals`; blocks see only features of their own document.
-        windows, causal_windows: see `DFlashNetwork`.
     """
 
     def __init__(
@@ -68,10 +112,10 @@ class AnchoredBlocks:
         anchors_BA: Tensor,
         block: int,
         documents_BT: Tensor | None,
-        windows: Sequence[int | None],
-        causal_windows: bool,
+        sees: Visibility,
+        sinks: Sinks = lambda layer: None,
     ) -> None:
-        self._context, self._block, self._windows, self._causal = context, block, windows, causal_windows
+        self._context, self._block, self._sees, self._sinks = context, block, sees, sinks
         self._anchors_BA, self._documents_BT = anchors_BA, documents_BT
 
     def __call__(self, layer: int, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor) -> Tensor:
@@ -81,7 +125,7 @@ class AnchoredBlocks:
             anchors = slice(start, min(start + together, count))
             place = slice(anchors.start * self._block, anchors.stop * self._block)
             own = (x_BhTd[:, :, place] for x_BhTd in (q_BhTd, k_BhTd, v_BhTd))
-            inputs = (anchors, self._windows[layer], keys, values, *own)
+            inputs = (anchors, layer, keys, values, *own)
             if count <= together:
                 return self._attend(*inputs)
             parts.append(checkpoint(self._attend, *inputs, use_reentrant=False, preserve_rng_state=False))
@@ -90,7 +134,7 @@ class AnchoredBlocks:
     def _attend(
         self,
         anchors: slice,
-        window: int | None,
+        layer: int,
         keys_BhTd: Tensor,
         values_BhTd: Tensor,
         q_BhQd: Tensor,
@@ -102,9 +146,10 @@ class AnchoredBlocks:
         # With a mask and fewer key heads than query heads, torch may fall back to a kernel that keeps all scores.
         groups = q_BhQd.shape[1] // k_BhSd.shape[1]
         k_BhSd, v_BhSd = (x_BhSd.repeat_interleave(groups, 1) for x_BhSd in (k_BhSd, v_BhSd))
-        return attention(q_BhQd, k_BhSd, v_BhSd, self._mask(anchors, window, keys_BhTd.shape[2]))
+        mask = self._mask(anchors, layer, keys_BhTd.shape[2])
+        return attention(q_BhQd, k_BhSd, v_BhSd, mask, sinks_h=self._sinks(layer))
 
-    def _mask(self, anchors: slice, window: int | None, length: int) -> Tensor:
+    def _mask(self, anchors: slice, layer: int, length: int) -> Tensor:
         """Return the mask of features and positions of these blocks that each position sees, bool [B, 1, Q, T + Q]."""
         anchors_BA1 = self._anchors_BA[:, anchors, None]
         B, A, _ = anchors_BA1.shape
@@ -112,12 +157,13 @@ class AnchoredBlocks:
         before_BAT = places_T < anchors_BA1
         if self._documents_BT is not None:
             before_BAT &= self._documents_BT.gather(1, anchors_BA1[..., 0])[..., None] == self._documents_BT[:, None]
-        own_bb = torch.ones(self._block, self._block, dtype=torch.bool, device=anchors_BA1.device)
-        if window is not None:
-            before_BAT &= places_T >= anchors_BA1 - window
-            own_bb = own_bb.tril() if self._causal else own_bb
+        before_BQT = before_BAT.repeat_interleave(self._block, 1)
+        if self._sees.limits(layer):
+            first_b = self._sees.features(layer, self._block, anchors_BA1.device)
+            before_BQT &= places_T >= (anchors_BA1 + first_b).flatten(1)[..., None]
+        own_bb = self._sees.block(layer, self._block, anchors_BA1.device)
         own_QQ = torch.kron(torch.eye(A, dtype=torch.bool, device=own_bb.device), own_bb).expand(B, -1, -1)
-        return torch.cat([before_BAT.repeat_interleave(self._block, 1), own_QQ], 2)[:, None]
+        return torch.cat([before_BQT, own_QQ], 2)[:, None]
 
 
 class DFlashNetwork(DraftNetwork):
@@ -125,8 +171,6 @@ class DFlashNetwork(DraftNetwork):
 
     Args:
         first: index in the block of the first position that predicts.
-        windows: for each layer the number of features before the anchor that it sees; None: all of them.
-        causal_windows: in layers with a window, a position of the block sees no later ones.
         draft_vocab_size: number of rows of an own lm_head; None: the target's lm_head is used.
     """
 
@@ -136,17 +180,17 @@ class DFlashNetwork(DraftNetwork):
         features: int,
         first: int,
         *,
-        windows: tuple[int | None, ...],
-        causal_windows: bool = True,
+        sees: Visibility,
+        sinks: bool = False,
         draft_vocab_size: int | None = None,
     ) -> None:
         super().__init__(config)
         hidden = config.hidden_size
-        self.first, self.windows, self.causal_windows = first, windows, causal_windows
+        self.first, self.sees = first, sees
         self.fc = nn.Linear(features * hidden, hidden, bias=False)
         self.hidden_norm = norm(config)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, qk_norm=True) for layer in range(config.num_hidden_layers)
+            DecoderLayer(config, layer, qk_norm=True, sinks=sinks) for layer in range(config.num_hidden_layers)
         )
         self.norm = norm(config)
         self.mask_embedding = nn.Parameter(torch.zeros(hidden))
@@ -154,6 +198,12 @@ class DFlashNetwork(DraftNetwork):
             self.lm_head = nn.Linear(hidden, draft_vocab_size, bias=False)
         if draft_vocab_size is not None and draft_vocab_size < config.vocab_size:
             self.vocabulary = DraftVocabulary(config.vocab_size, draft_vocab_size)
+
+    def sinks(self, layer: int) -> Tensor | None:
+        """Return the logits [h] of a layer's attention sinks; None for none."""
+        module = self.layers[layer]
+        assert isinstance(module, DecoderLayer)
+        return module.self_attn.attention_sink_bias
 
     def turn_masks(self, state_H: Tensor) -> None:
         """Set the last layer's MLP so that it maps the mask's embedding to `state_H`, if no other layer changes it."""
@@ -204,7 +254,7 @@ class DFlashNetwork(DraftNetwork):
         context_BCH, count = self.project(features.to(self.dtype)), features.shape[1]
         x_BbH = self.block(input_ids[:, count], input_ids.shape[1] - count)
         rope = self.rotary(context_BCH, position_ids)
-        attend = cached_block(past_key_values, attention_mask, self.windows, self.causal_windows)
+        attend = cached_block(past_key_values, attention_mask, self.sees, self.sinks)
         for layer in self.layers:
             x_BbH = layer(x_BbH, rope, attend, features_BCH=context_BCH)
         states_BKH = self.norm(x_BbH)[:, self.first :]

@@ -25,7 +25,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import NetworkDrafter
 from draftsmith.heads.base import Context, DraftStates, Level, TeacherSignals
-from draftsmith.heads.block_network import AnchoredBlocks, DFlashNetwork
+from draftsmith.heads.block_network import AnchoredBlocks, DFlashNetwork, Visibility
 from draftsmith.heads.eagle3 import default_mask_token
 from draftsmith.heads.hidden_states import positions_like
 from draftsmith.heads.initial_weights import best_state, copied_share, final_states_of, silence, typical_sizes
@@ -37,6 +37,9 @@ from draftsmith.heads.transitions import Kind, MarkovBias, Transitions
 
 # Shapes: B rows, T positions, F size of the features, A anchors, b block size, K draft positions (b, or b - 1 where the
 # anchor's position predicts nothing), S keys, H hidden size, h heads, d head size, V vocabulary, D draft vocabulary.
+
+NEW_WINDOWS = {"causal_windows": False, "windows_from_anchor": False}
+"""Windows of new drafters: each position sees as far in both directions, which all engines can compute."""
 
 
 class DFlash(NetworkDrafter[DFlashNetwork]):
@@ -55,19 +58,23 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         sample_from_anchor: bool = False,
         windows: Sequence[int | None] | None = None,
         causal_windows: bool = True,
+        causal: bool = False,
+        windows_from_anchor: bool = True,
+        attention_sinks: bool = False,
         draft_vocab_size: int | None = None,
         markov_rank: int = 0,
         markov_type: Kind = "vanilla",
         confidence_head: bool = False,
         mask_token: int | None = None,
     ) -> None:
-        """See `from_target`; a `mask_token` is the one whose embedding the mask has, None for a trained embedding."""
+        """See `from_target` and `Visibility`; `mask_token`: the one whose embedding the mask has, None if trained."""
         first, depth = 0 if sample_from_anchor else 1, body.num_hidden_layers
         seen = tuple(windows or [None] * depth)
         if len(seen) != depth or not all(size is None or (type(size) is int and size > 0) for size in seen):
             raise ConfigError.of("windows", windows, f"a number of tokens or null for each of the {depth} layers")
-        sizes: dict[str, Any] = {"causal_windows": causal_windows, "draft_vocab_size": draft_vocab_size}
-        super().__init__(DFlashNetwork(body, len(layers), first, windows=seen, **sizes), layers)
+        sees = Visibility(seen, causal_windows, causal, windows_from_anchor)
+        options: dict[str, Any] = {"sinks": attention_sinks, "draft_vocab_size": draft_vocab_size}
+        super().__init__(DFlashNetwork(body, len(layers), first, sees=sees, **options), layers)
         self.block_size, self.anchors, self.mask_token = block_size, anchors, mask_token
         self.body.mask_embedding.requires_grad_(mask_token is None)
         outputs = draft_vocab_size or body.vocab_size
@@ -98,7 +105,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
     ) -> Self:
         """Return layers of the target's width; for the options see `DFlashSection`.
 
-        A `window` hides earlier tokens; within a block all positions still see each other.
+        A `window` hides tokens that are further from a position; within it, all positions of a block see each other.
         `draft_vocabulary`: tokens of an own lm_head, which starts as the target's; None: the target's is used.
         """
         if block_size < 2:
@@ -113,7 +120,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             anchors=anchors,
             draft_vocab_size=None if draft_vocabulary is None else len(draft_vocabulary),
             mask_token=None if trained_mask else token,
-            **({} if window is None else {"windows": [window] * num_hidden_layers, "causal_windows": False}),
+            **({} if window is None else {"windows": [window] * num_hidden_layers, **NEW_WINDOWS}),
             **options,
         )
         drafter.attach(target)
@@ -157,7 +164,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             body.turn_masks(state_H)
 
     def section(self) -> dict[str, Any]:
-        windows = [*self.body.windows]
+        windows = [*self.body.sees.windows]
         window = windows[0] if len({*windows}) == 1 else windows
         return {**super().section(), "window": window}
 
@@ -172,12 +179,16 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             self.unfreeze()
 
     def options(self) -> dict[str, Any]:
+        sees = self.body.sees
         return {
             "block_size": self.block_size,
             "anchors": self.anchors,
             "sample_from_anchor": self.body.first == 0,
-            "windows": list(self.body.windows) if any(self.body.windows) else None,
-            "causal_windows": self.body.causal_windows,
+            "windows": list(sees.windows) if any(sees.windows) else None,
+            "causal_windows": sees.causal_windows,
+            "causal": sees.causal,
+            "windows_from_anchor": sees.from_anchor,
+            "attention_sinks": self.body.sinks(0) is not None,
             "draft_vocab_size": None if self.body.lm_head is None else self.body.lm_head.out_features,
             "markov_rank": 0 if self.markov is None else self.markov.markov_w1.embedding_dim,
             "markov_type": "vanilla" if self.markov is None else self.markov.kind,
@@ -253,7 +264,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         positions_BAb = positions_BA[..., None] + torch.arange(size, device=ids_BT.device)
         embeds_nbH = body.block(ids_BT.gather(1, chosen_BA).flatten(), size)
         embeds_BXH = embeds_nbH.view(B, -1, embeds_nbH.shape[-1])
-        attend = AnchoredBlocks(context, chosen_BA, size, documents_BT, body.windows, body.causal_windows)
+        attend = AnchoredBlocks(context, chosen_BA, size, documents_BT, body.sees, body.sinks)
         states_BXH = body.step(embeds_BXH, None, body.rotary(embeds_BXH, positions_BAb.flatten(1)), attend)
         states_BAbH = states_BXH.unflatten(1, (-1, size))
         tokens, unrolled = None if body.vocabulary is None else body.vocabulary.tokens_D, []

@@ -63,10 +63,33 @@ def cached_attention(cache: Any, masks: Tensor | Mapping[str, Tensor | None] | N
     return attend
 
 
-def attention(q_BhTd: Tensor, k_BhSd: Tensor, v_BhSd: Tensor, mask: Tensor | None, causal: bool = False) -> Tensor:
-    """Return scaled dot-product attention; keys and values may have fewer heads than queries."""
-    grouped = q_BhTd.shape[1] != k_BhSd.shape[1]
-    return scaled_dot_product_attention(q_BhTd, k_BhSd, v_BhSd, mask, is_causal=causal, enable_gqa=grouped)
+def attention(
+    q_BhTd: Tensor,
+    k_BhSd: Tensor,
+    v_BhSd: Tensor,
+    mask: Tensor | None,
+    causal: bool = False,
+    sinks_h: Tensor | None = None,
+) -> Tensor:
+    """Return scaled dot-product attention; keys and values may have fewer heads than queries.
+
+    `sinks_h`: for each head a logit that takes part in the softmax and has no value.
+    """
+    scale, grouped = None, q_BhTd.shape[1] != k_BhSd.shape[1]
+    if sinks_h is not None:
+        scale = q_BhTd.shape[-1] ** -0.5
+        # A key that only one more dimension of queries and keys sees; eight more, as kernels require.
+        assert not causal, "a sink is seen by all"
+        sink_B1Td = (sinks_h.to(q_BhTd.dtype) / scale)[:, None, None].expand(*q_BhTd.shape[:3], 1)
+        q_BhTd = nn.functional.pad(torch.cat([q_BhTd, sink_B1Td], -1), (0, 7))
+        k_BhSd = nn.functional.pad(k_BhSd, (0, 8, 0, 1))
+        k_BhSd[..., -1, -8] = 1
+        v_BhSd = nn.functional.pad(v_BhSd, (0, 8, 0, 1))
+        mask = None if mask is None else nn.functional.pad(mask, (0, 1), value=True)
+    out_BhTd = scaled_dot_product_attention(
+        q_BhTd, k_BhSd, v_BhSd, mask, is_causal=causal, enable_gqa=grouped, scale=scale
+    )
+    return out_BhTd if sinks_h is None else out_BhTd[..., :-8]
 
 
 class SelfAttention(nn.Module):
@@ -77,6 +100,8 @@ class SelfAttention(nn.Module):
         qk_norm: normalise queries and keys of each head (Qwen3).
         gated: multiply outputs by the sigmoid of gates; q_proj has each head's gates after its queries (Qwen3.5).
         centred: see `norm`.
+        sinks: have `attention_sink_bias`, for each head the logit of a place whose value is zero. The function that
+            attends reads it.
     """
 
     def __init__(
@@ -88,6 +113,7 @@ class SelfAttention(nn.Module):
         qk_norm: bool = False,
         gated: bool = False,
         centred: bool = False,
+        sinks: bool = False,
     ) -> None:
         super().__init__()
         head_dim, key_heads = config.head_dim, config.num_key_value_heads
@@ -102,6 +128,7 @@ class SelfAttention(nn.Module):
         self.o_proj = nn.Linear(inner, config.hidden_size, bias=False)
         self.q_norm = norm(config, self.head_dim, centred=centred) if qk_norm else nn.Identity()
         self.k_norm = norm(config, self.head_dim, centred=centred) if qk_norm else nn.Identity()
+        self.attention_sink_bias = nn.Parameter(torch.zeros(config.num_attention_heads)) if sinks else None
 
     def forward(self, x_BTH: Tensor, rope: Rope, attend: Attend, read_Q: Tensor | slice | None = None) -> Tensor:
         k_BhTd, v_BhTd = self.keys(x_BTH)
@@ -171,9 +198,10 @@ class DecoderLayer(nn.Module):
         qk_norm: bool = False,
         gated: bool = False,
         centred: bool = False,
+        sinks: bool = False,
     ) -> None:
         super().__init__()
-        self.self_attn = SelfAttention(config, layer, qk_norm=qk_norm, gated=gated, centred=centred)
+        self.self_attn = SelfAttention(config, layer, qk_norm=qk_norm, gated=gated, centred=centred, sinks=sinks)
         self.mlp = LlamaMLP(config)
         self.input_layernorm = norm(config, centred=centred) if norm_input else nn.Identity()
         self.post_attention_layernorm = norm(config, centred=centred)

@@ -171,8 +171,8 @@ def settle(drafter: TrainableDrafter, readings: Sequence[ConventionAlpha]) -> li
             drafter.body.first = 1 - drafter.body.first
             drafter.max_draft_length = drafter.steps
         elif other.better:
-            drafter.body.causal_windows = not drafter.body.causal_windows
-        value = drafter.body.first == 0 if key == "sample_from_anchor" else not drafter.body.causal_windows
+            drafter.body.sees.causal_windows = not drafter.body.sees.causal_windows
+        value = drafter.body.first == 0 if key == "sample_from_anchor" else not drafter.body.sees.causal_windows
         fits, less = sorted((readings[0].alpha, other.alpha), reverse=True)
         lines.append(
             f"self-test: {key} is missing in config.json; {str(value).lower()} fits the target's text "
@@ -284,10 +284,11 @@ def _changes(target: PreTrainedModel, drafter: TrainableDrafter) -> Iterator[Cha
     if isinstance(drafter, DFlash):
         first = drafter.body.first
         yield Change(f"sample_from_anchor={first == 1}", layers, ((drafter.body, "first", 1 - first),))
-        if any(drafter.body.windows):
-            causal = drafter.body.causal_windows
+        sees = drafter.body.sees
+        if any(sees.windows) and not sees.causal:
+            causal = sees.causal_windows
             name = f"sliding_window_non_causal={causal}"
-            yield Change(name, layers, ((drafter.body, "causal_windows", not causal),))
+            yield Change(name, layers, ((sees, "causal_windows", not causal),))
     body = drafter.body if isinstance(drafter, NetworkDrafter) else None
     if isinstance(body, Eagle3Network):
         for owner, name in ((body.layers[0], "norm_before_residual"), (body, "norm_output")):

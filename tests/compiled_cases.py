@@ -51,7 +51,7 @@ def peagle(target: torch.nn.Module) -> Drafter:
 def dflash(target: torch.nn.Module) -> Drafter:
     """A block drafter of 4 tokens, which see the last 2 features."""
     drafter = DFlash.from_target(target, block_size=4, layers=[1, FINAL], num_hidden_layers=1).double()
-    drafter.body.windows = (2,)
+    drafter.body.sees.windows = (2,)
     return noisy(drafter)
 
 

@@ -1,18 +1,18 @@
 """Published block drafters, DFlash and DSpark: the layouts of vLLM's speculators, of z-lab (SpecForge, SGLang) and of
 DeepSpec. The writer of speculators' layout is in `speculators`.
 
-    layout        layer ids k             first predicting position    embeddings and lm_head
-    speculators   `hidden_states[k]`      by `sample_from_anchor`      stored; lm_head may have fewer rows
-    z-lab         `hidden_states[k + 1]`  the first mask               the target's
-    DeepSpec      `hidden_states[k + 1]`  the anchor                   stored
+    layout        layer ids k             first predicting position    embeddings and lm_head    windows
+    speculators   `hidden_states[k]`      by `sample_from_anchor`      stored; D <= V rows       from the anchor
+    z-lab         `hidden_states[k + 1]`  the first mask               the target's              of each position
+    NVIDIA        `hidden_states[k + 1]`  the mask; DSpark the anchor  the target's              of each position
+    DeepSpec      `hidden_states[k + 1]`  the anchor                   stored                    none
 
-No tensor tells them apart. Sources: speculators 0.9.0; github.com/z-lab/dflash (44947fb); DeepSpec's modules
+No tensor tells them apart. Sources: speculators 0.9.0; dflash 0.1.0 (z-lab); nvidia-modelopt 0.47.0; DeepSpec's modules
 modeling/dspark and eval/dspark (github.com/deepseek-ai/DeepSpec, afdfa7c).
 """
 
 import re
 import shlex
-from collections.abc import Sequence
 from typing import Any, get_args
 
 import torch
@@ -29,7 +29,7 @@ from draftsmith.heads.formats.common import (
     on_sglang,
     with_output_biases,
 )
-from draftsmith.heads.formats.published import LARGE, POSITIVE, Published
+from draftsmith.heads.formats.published import LARGE, POSITIVE, Published, Recorded
 from draftsmith.heads.formats.speculators import block_tensors, mask_token_of
 from draftsmith.heads.layers import windows_of
 from draftsmith.heads.lm_head import weight_of
@@ -38,10 +38,12 @@ from draftsmith.heads.transitions import Kind
 # Shapes: H hidden size, V vocabulary, D draft vocabulary.
 
 BOTH = (True, False)
-PLAIN = {"projector_type": "dflash", "output_multiplier": 1.0, "input_embedding_scale": 1.0}
-PLAIN |= {"attention_value_scale": 1.0, "final_logit_softcapping": 0.0, "rope_is_neox_style": True, "use_swa": False}
+CAUSAL = ("is_causal", "causal", "dflash_query_causal")
+"""Keys of flat layouts on causality; the first that is there wins."""
+PLAIN = {"output_multiplier": 1.0, "input_embedding_scale": 1.0}
+PLAIN |= {"attention_value_scale": 1.0, "final_logit_softcapping": 0.0, "rope_is_neox_style": True}
 PLAIN |= {"conv_kernel_size": None, "selector_rank": None, "use_correction_target_fusion": False}
-"""Keys of z-lab's layout that change a drafter's numbers, with the values that leave them as here."""
+"""Keys of flat layouts that change a drafter's numbers, with the values that leave them as here."""
 
 
 def read_speculators_block(published: Published) -> DFlash:
@@ -65,20 +67,23 @@ def read_speculators_block(published: Published) -> DFlash:
         body,
         layers=published.layers("aux_hidden_state_layer_ids", config.get("aux_hidden_state_layer_ids")),
         anchored=anchored or False,
-        windows=windows,
-        causal_windows=causal or not any(windows),
+        sees={"windows": windows, "causal_windows": causal or not any(windows)},
     )
 
 
 def read_zlab(published: Published) -> DFlash:
-    """Read DFlash in the layout of z-lab, whose `dflash_config` wins over keys of the same name beside it."""
+    """Read DFlash in the layout of z-lab, whose `dflash_config` wins over keys of the same name beside it.
+
+    NVIDIA's DSpark names itself in `projector_type` only, and always predicts from the anchor.
+    """
     config = published.merged(published.config, published.part("dflash_config"))
-    body, depth = _full_attention(published), published.text.num_hidden_layers
+    if config.get("projector_type") == "dspark":
+        published.allow("shift_label", config.get("shift_label"), (None, True))
+        return read_deepspec(published)
+    depth = published.text.num_hidden_layers
     published.allow("num_target_layers", config.get("num_target_layers", depth), (depth,))
-    for key in ("causal", "is_causal"):  # of drafters whose masks see the masks before them only
-        published.allow(key, config.get(key, False), (False,))
-    for key, plain in PLAIN.items():
-        published.allow(key, config.get(key), (None, plain))
+    body, sees = _flat_body(published, config)
+    published.allow("projector_type", config.get("projector_type"), (None, "dflash"))
     for key in ("training_mode", "loss_type"):  # D2SD's second drafter
         if config.get(key) == "vp_drafter":
             raise published.refusal(
@@ -91,13 +96,14 @@ def read_zlab(published: Published) -> DFlash:
         body,
         layers=published.layers("target_layer_ids", config.get("target_layer_ids"), 1),
         anchored=config.get("sample_from_anchor", False),
+        sees=sees,
     )
 
 
 def read_deepspec(published: Published) -> DFlash:
-    """Read DSpark in the layout of DeepSpec, whose DFlash is a DSpark of rank 0, or of SpecForge.
+    """Read DSpark in the layout of DeepSpec, whose DFlash is a DSpark of rank 0, of SpecForge, or of NVIDIA.
 
-    SpecForge's has the same keys in `dflash_config`, and neither embeddings nor an lm_head.
+    The latter have the same keys in `dflash_config`, and neither embeddings nor an lm_head.
     """
     config, depth = (
         published.merged(published.config, published.part("dflash_config")),
@@ -106,17 +112,46 @@ def read_deepspec(published: Published) -> DFlash:
     published.allow("num_target_layers", config.get("num_target_layers", depth), (depth,))
     published.allow("projector_type", config.get("projector_type"), (None, "dspark"))
     layers = published.layers("target_layer_ids", config.get("target_layer_ids"), 1)
-    anchored = config.get("sample_from_anchor", True)  # engines read a missing one so in this layout
-    return _read(published, config, _full_attention(published), layers=layers, anchored=anchored)
+    body, sees = _flat_body(published, config)
+    # Engines read a missing one as true in this layout, except beside `dspark_bonus_anchor`.
+    bonus = published.allow("dspark_bonus_anchor", config.get("dspark_bonus_anchor", False), BOTH)
+    anchored = config.get("sample_from_anchor", not bonus)
+    published.allow("dspark_bonus_anchor", bonus, (not anchored,) if "dspark_bonus_anchor" in config else BOTH)
+    return _read(published, config, body, layers=layers, anchored=anchored, sees=sees)
 
 
-def _full_attention(published: Published) -> LlamaConfig:
-    """Return the config of the layers of a flat config.json; ConfigError for windows, on which engines differ."""
-    body = published.body(published.config)
-    window = next((size for size in windows_of(body) if size is not None), None)
-    if window is not None:
-        raise published.refusal(f"layers with a window of {window} tokens", "full attention in this layout")
-    return body
+def _flat_body(published: Published, config: Recorded) -> tuple[LlamaConfig, dict[str, Any]]:
+    """Return the config of the layers of a flat config.json, and the options of `DFlash` on what its positions see.
+
+    `use_swa` gives all layers a window where `layer_types` names none, of `swa_window_size` or `sliding_window`.
+    Of the keys on causality the first that is there holds for all layers; without one, layers with a window are causal.
+    dflash 0.1.0 (z-lab), nvidia-modelopt 0.47.0, vLLM 0.33 and SGLang agree on what they read of these.
+    """
+    for key, plain in PLAIN.items():
+        published.allow(key, config.get(key), (None, plain))
+    fields, block, depth = dict(published.config), config.get("block_size"), published.config.get("num_hidden_layers")
+    size = config.get("swa_window_size")
+    everywhere = published.allow("use_swa", config.get("use_swa", False), BOTH)
+    if size is not None:
+        published.allow("swa_window_size", size, range(block if type(block) is int else 1, LARGE + 1))
+        published.allow("sliding_window", config.get("sliding_window"), (None, size))
+        fields |= {"sliding_window": size, "use_sliding_window": True}
+    kinds = config.get("layer_types")
+    if everywhere and type(depth) is int and (kinds is None or kinds == ["full_attention"] * len(kinds)):
+        fields |= {"layer_types": ["sliding_attention"] * depth, "use_sliding_window": True}
+    body = published.body(fields)
+    windows = windows_of(body)
+    body.layer_types = body.sliding_window = None
+    given = [published.allow(key, config.get(key), (None, *BOTH)) for key in CAUSAL]
+    causal = next((value for value in given if value is not None), None)
+    sinks = config.get("attention_sink_bias", config.get("add_swa_attention_sink_bias", False))
+    return body, {
+        "windows": windows,
+        "causal_windows": causal is not False,
+        "causal": causal or False,
+        "windows_from_anchor": False,
+        "attention_sinks": published.allow("attention_sink_bias", sinks, BOTH),
+    }
 
 
 def _read(
@@ -126,8 +161,7 @@ def _read(
     *,
     layers: tuple[int, ...],
     anchored: Any,
-    windows: Sequence[int | None] | None = None,
-    causal_windows: bool = True,
+    sees: dict[str, Any],
 ) -> DFlash:
     """Return the drafter that `config` and the tensors describe."""
     published.drop_zero_biases()
@@ -136,13 +170,16 @@ def _read(
     shared = D == V and published.dropped("lm_head.weight", published.target.get_output_embeddings())
     kind = published.allow("markov_head_type", config.get("markov_head_type", "vanilla"), get_args(Kind))
     for name in list(tensors):
-        tensors[re.sub(r"^(markov_head|confidence_head)\.", "", name)] = tensors.pop(name)
+        short = re.sub(r"^(markov_head\.|confidence_head\.|confidence_(?=proj\.))", "", name)
+        if short != name and short in tensors:
+            raise published.refusal(f"tensors {short} and {name}", "one of them")
+        tensors[short] = tensors.pop(name)
     rank = tensors["markov_w1.weight"].shape[-1] if "markov_w1.weight" in tensors else 0
     rank = published.allow("markov_rank", config.get("markov_rank", rank), range(LARGE + 1))
     confidence_1H = tensors.get("proj.weight")
     if confidence_1H is not None and confidence_1H.shape == (1, body.hidden_size):
         tensors["proj.weight"] = nn.functional.pad(confidence_1H, (0, rank))  # without the Markov embedding as input
-    confident = config.get("enable_confidence_head", confidence_1H is not None)
+    confident = config.get("enable_confidence_head", config.get("use_confidence_head", confidence_1H is not None))
     mask_token = published.allow("mask_token_id", config.get("mask_token_id"), range(V))
     tensors["mask_embedding"], trained = _mask_embedding(published, mask_token)
     drafter = DFlash(
@@ -151,8 +188,7 @@ def _read(
         block_size=published.allow("block_size", config.get("block_size"), POSITIVE[1:]),
         anchors=64,  # used in training only
         sample_from_anchor=published.allow("sample_from_anchor", anchored, BOTH),
-        windows=windows,
-        causal_windows=causal_windows,
+        **sees,
         draft_vocab_size=None if shared else D,
         markov_rank=rank,
         markov_type=kind,
@@ -222,7 +258,7 @@ def _flat_fields(source: Source[DFlash]) -> dict[str, Any]:
         source.require(drafter.markov is None, f"markov_rank={drafter.options()['markov_rank']}", f"0, or {otherwise}")
         source.require(drafter.confidence is None, "a confidence head", f"none, or {otherwise}")
     source.require(drafter.body.lm_head is None, "an lm_head of its own", f"the target's, or {otherwise}")
-    window = next((size for size in drafter.body.windows if size is not None), None)
+    window = next((size for size in drafter.body.sees.windows if size is not None), None)
     source.require(window is None, f"a window of {window} tokens", f"full attention, or {otherwise}")
     layers = drafter.needs.layers
     source.require(min(layers) >= 1, "the final state among its features", f"layers, or {otherwise}")

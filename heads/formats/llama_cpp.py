@@ -106,7 +106,7 @@ def write_dflash(source: Source[DFlash]) -> Serving:
     source.require(kind == "vanilla", f"markov_type={kind}", "vanilla, or format=sglang or transformers")
     source.require(bool(rank) or not anchored, "sample_from_anchor=True without markov_rank", "false, or markov_rank")
     source.require(bool(rank) or not confident, "a confidence head without markov_rank", "markov_rank as well")
-    window = next((size for size in body.windows if size is not None), None)
+    window = next((size for size in body.sees.windows if size is not None), None)
     source.require(window is None, f"a window of {window} tokens, which a block counts from its anchor", "none")
     skipped = ("vocabulary.", "mask_embedding")
     state = {name.removeprefix("body."): value for name, value in drafter.state_dict().items()}

@@ -179,9 +179,12 @@ class Published:
         values = {key: getattr(theirs, key) for key in KEPT if hasattr(theirs, key)}
         body = LayerConfig(**{**values, "bos_token_id": None, "eos_token_id": None, **changes})
         try:
-            windows_of(body)
+            windows = windows_of(body)
         except ConfigError as error:
             raise self.refusal(f"the layers in config.json ({error})", "full or sliding attention") from error
+        most = range(1, body.max_position_embeddings + 1)
+        for window in {size for size in windows if size is not None}:
+            self.allow("sliding_window", window, most)
         return body
 
     def dropped(self, name: str, part: nn.Module | None) -> bool:

@@ -134,7 +134,7 @@ def write_dflash_speculator(source: Source[DFlash]) -> Serving:
     tensors = block_tensors(source) | embeddings
     _write(source, kind, architecture, config, tensors, model_type="qwen3", **layer_changes)
     notes = []
-    if any(drafter.body.windows):
+    if any(drafter.body.sees.windows):
         notes.append(
             "A window was trained from the anchor of a block. vLLM counts it from each position, so that position k "
             "of a block, counted from 0, sees k + 1 features fewer."
@@ -155,9 +155,9 @@ def _causality(source: Source[DFlash], kind: str) -> tuple[bool, dict[str, bool]
     vLLM 0.32 and 0.33 take the first of these that is there: `is_causal` of the layers; for DFlash the opposite of
     `sliding_window_non_causal`, both for all layers; otherwise only layers with a window are causal.
     """
-    body = source.drafter.body
-    sliding = [size is not None for size in body.windows]
-    causal = body.causal_windows and any(sliding)
+    sees = source.drafter.body.sees
+    sliding = [size is not None for size in sees.windows]
+    causal = sees.causal_windows and any(sliding)
     fits = kind == "dspark" or not causal or all(sliding)
     source.require(fits, "causal windows on some of its layers", "windows on all of them, or format=transformers")
     return not causal, {"is_causal": False} if kind == "dspark" and any(sliding) and not causal else {}
@@ -216,7 +216,7 @@ def _write(
     The config of the layers is the body's with `layer_changes`.
     """
     body = source.drafter.body.config
-    windows = source.drafter.body.windows if isinstance(source.drafter, DFlash) else windows_of(body)
+    windows = source.drafter.body.sees.windows if isinstance(source.drafter, DFlash) else windows_of(body)
     sizes = {size for size in windows if size is not None}
     source.require(len(sizes) < 2, f"windows of {sorted(sizes)} tokens", "one size, or format=transformers")
     if sizes:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith import ConfigError, load_drafter
+from draftsmith.heads.block_network import Visibility
 from draftsmith.heads.draft_model import DraftModel
 
 
@@ -42,10 +43,10 @@ def test_norms_of_heads_are_refused(format: str, tmp_path: Path, target: LlamaFo
 @pytest.mark.parametrize("causal", [True, False])
 def test_windows_of_blocks_are_written(causal: bool, tmp_path: Path, target: LlamaForCausalLM) -> None:
     drafter = made("dflash", target, block_size=4)
-    drafter.body.windows, drafter.body.causal_windows = (3, 3), causal
+    drafter.body.sees = Visibility((3, 3), causal)
     again = load_drafter(exported(drafter, target, "vllm", tmp_path / "out").folder, target)
-    assert (again.body.windows, again.body.causal_windows) == ((3, 3), causal)
-    drafter.body.windows = (3, 5)
+    assert again.body.sees == drafter.body.sees
+    drafter.body.sees.windows = (3, 5)
     with pytest.raises(ConfigError, match=r"windows of \[3, 5\] tokens; expected one size"):
         exported(drafter, target, "vllm", tmp_path / "other")
 

@@ -87,7 +87,7 @@ def off_the_start(kind: str, options: dict[str, Any], target: LlamaForCausalLM) 
     window = options.pop("window", None)
     drafter = HEADS[kind].from_target(target, **options).eval().requires_grad_(False)
     if isinstance(drafter, DFlash) and window is not None:
-        drafter.body.windows = (window, window)
+        drafter.body.sees.windows = (window, window)
     elif window is not None:
         drafter.body.config.layer_types, drafter.body.config.sliding_window = ["sliding_attention"], window
     for name, parameter in drafter.named_parameters():

@@ -24,6 +24,7 @@ from parity.test_exports import target as target
 from transformers import LlamaForCausalLM, PreTrainedConfig
 
 from draftsmith import ConfigError, load_drafter
+from draftsmith.heads.block_network import Visibility
 
 Seen = list[tuple[int | None, bool]]
 """For each layer its window and whether positions of a block see no later ones."""
@@ -91,11 +92,10 @@ def written(name: str, target: LlamaForCausalLM, folder: Path) -> tuple[dict[str
     """Return the config of an export, and what the drafter was trained to see."""
     kind, windows, causal = CASES[name]
     drafter = made("dflash", target, block_size=4, markov_rank=4 if kind == "dspark" else 0)
-    drafter.body.windows, drafter.body.causal_windows = windows, causal
+    drafter.body.sees = Visibility(windows, causal)
     out = exported(drafter, target, "vllm", folder).folder
     again = load_drafter(out, target)
-    read = (again.body.windows, again.body.causal_windows)
-    assert read == (windows, causal or not any(windows)), "read again it is the same drafter"
+    assert again.body.sees == Visibility(windows, causal or not any(windows)), "read again it is the same drafter"
     trained = [(window, causal and window is not None) for window in windows]
     return json.loads((out / "config.json").read_text()), trained
 

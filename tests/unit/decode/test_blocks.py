@@ -14,7 +14,8 @@ from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import TrainableDrafter
-from draftsmith.heads.dflash import DFlash, DFlashNetwork
+from draftsmith.heads.block_network import DFlashNetwork, Visibility
+from draftsmith.heads.dflash import DFlash
 
 SIZE = 4
 DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -26,26 +27,30 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "peagle": ("peagle", {"num_tokens": 4}),
 }
 
+SEEN = [Visibility((None, None)), Visibility((3, None)), Visibility((3, 2), causal_windows=False)]
+SEEN += [Visibility((5, None), from_anchor=False), Visibility((4, 2), causal_windows=False, from_anchor=False)]
+SEEN += [Visibility((None, 3), causal=True, from_anchor=False)]
 
-def network(windows: tuple[int | None, ...], causal: bool) -> DFlashNetwork:
+
+def network(sees: Visibility) -> DFlashNetwork:
     torch.manual_seed(4)
     drafter = DFlash.from_target(make_llama().double(), layers=[1, 2], block_size=SIZE, num_hidden_layers=2)
     drafter = drafter.double().eval()
     for parameter in drafter.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
-    drafter.body.windows, drafter.body.causal_windows = windows, causal
+    drafter.body.sees = sees
     return drafter.body
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize(("windows", "causal"), [((None, None), True), ((3, None), True), ((3, 2), False)])
+@pytest.mark.parametrize("sees", SEEN, ids=str)
 def test_one_pass_is_equal_to_many(
-    windows: tuple[int | None, ...], causal: bool, compile: bool, monkeypatch: pytest.MonkeyPatch
+    sees: Visibility, compile: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of equal and of different lengths, with equal and with different numbers of new features, some without."""
     monkeypatch.setitem(graphs.OPTIONS, "cpu", {"disable": True})
-    body = network(windows, causal)
+    body = network(sees)
     width = 2 * SIZE + 1
     rounds = [[5, 5], [2, 2], [4, 1], [0, 3], [1, 1], [9, 2], [3, 8]]  # 9: more than a compiled pass holds
     features_BTF = torch.randn(2, 40, body.fc.in_features, dtype=torch.float64)

@@ -1,5 +1,7 @@
 """Attention of blocks at many anchors against a loop over single queries, in fp64, and its memory."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from conftest import make_llama
@@ -7,34 +9,46 @@ from torch import Tensor
 
 from draftsmith.heads import block_network
 from draftsmith.heads.base import TeacherSignals
-from draftsmith.heads.block_network import AnchoredBlocks
+from draftsmith.heads.block_network import AnchoredBlocks, Visibility
 from draftsmith.heads.dflash import DFlash
 
 B, A, BLOCK, T, HEADS, GROUPS, SIZE = 2, 5, 3, 9, 4, 2, 8
 
 
+WINDOWS = {
+    "": (Visibility((None,)), lambda slot, key, window: True),
+    "causal": (Visibility((None,), causal=True), lambda slot, key, window: key <= slot),
+    "features": (Visibility((3,), False), lambda slot, key, window: key >= -window),
+    "features, causal": (Visibility((3,)), lambda slot, key, window: -window <= key <= slot),
+    "places": (Visibility((2,), False, from_anchor=False), lambda slot, key, window: abs(slot - key) < window),
+    "places, causal": (Visibility((3,), from_anchor=False), lambda slot, key, window: 0 <= slot - key < window),
+}
+"""What each layout means by a window; whether slot `slot` sees place `key`, both relative to the anchor."""
+
+
 def plain(
-    q: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], anchors: Tensor, documents: Tensor | None
-) -> dict[tuple[int | None, bool], Tensor]:
-    """Return the output of every query by window and causality, each from its own list of keys."""
-    results = {}
-    for window in (None, 3):
-        for causal in (True, False):
-            out = torch.zeros_like(q)
-            for b in range(B):
-                for x in range(A * BLOCK):
-                    anchor, first = int(anchors[b, x // BLOCK]), x // BLOCK * BLOCK
-                    seen = [t for t in range(anchor) if window is None or t >= anchor - window]
-                    if documents is not None:
-                        seen = [t for t in seen if documents[b, t] == documents[b, anchor]]
-                    last = x + 1 if window is not None and causal else first + BLOCK
-                    for head in range(HEADS):
-                        pairs = [(context[0][b, head // 2, t], context[1][b, head // 2, t]) for t in seen]
-                        pairs += [(own[0][b, head // 2, y], own[1][b, head // 2, y]) for y in range(first, last)]
-                        scores = torch.stack([q[b, head, x] @ key for key, _ in pairs]) / SIZE**0.5
-                        out[b, head, x] = scores.softmax(0) @ torch.stack([value for _, value in pairs])
-            results[window, causal] = out
-    return results
+    q: Tensor,
+    context: tuple[Tensor, Tensor],
+    own: tuple[Tensor, Tensor],
+    anchors: Tensor,
+    documents: Tensor | None,
+    seen: Callable[[int, int, int], bool],
+    window: int,
+) -> Tensor:
+    """Return the output of every query, each from its own list of keys."""
+    out = torch.zeros_like(q)
+    for b in range(B):
+        for x in range(A * BLOCK):
+            anchor, first = int(anchors[b, x // BLOCK]), x // BLOCK * BLOCK
+            before = [t for t in range(anchor) if documents is None or documents[b, t] == documents[b, anchor]]
+            before = [t for t in before if seen(x - first, t - anchor, window)]
+            after = [y for y in range(first, first + BLOCK) if seen(x - first, y - first, window)]
+            for head in range(HEADS):
+                pairs = [(context[0][b, head // 2, t], context[1][b, head // 2, t]) for t in before]
+                pairs += [(own[0][b, head // 2, y], own[1][b, head // 2, y]) for y in after]
+                scores = torch.stack([q[b, head, x] @ key for key, _ in pairs]) / SIZE**0.5
+                out[b, head, x] = scores.softmax(0) @ torch.stack([value for _, value in pairs])
+    return out
 
 
 @pytest.mark.parametrize("queries", [1, 6, 512])
@@ -48,8 +62,9 @@ def test_blocks_attend_as_single_queries_do(queries: int, packed: bool, monkeypa
     anchors = torch.stack([torch.randperm(T - 1)[:A] + 1 for _ in range(B)])
     documents = torch.tensor([[0] * 4 + [1] * 5, [0] * 7 + [1] * 2]) if packed else None
     leaves = [q, *own, *context]
-    for (window, causal), expected in plain(q, (*context,), (*own,), anchors, documents).items():
-        attend = AnchoredBlocks([(*context,)], anchors, BLOCK, documents, (window,), causal)
+    for sees, seen in WINDOWS.values():
+        expected = plain(q, (*context,), (*own,), anchors, documents, seen, sees.windows[0] or 0)
+        attend = AnchoredBlocks([(*context,)], anchors, BLOCK, documents, sees)
         ours = attend(0, q, *own)
         torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
         pairs = [torch.autograd.grad(out.sin().sum(), leaves, retain_graph=True) for out in (ours, expected)]

@@ -20,6 +20,7 @@ from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import TrainableDrafter
+from draftsmith.heads.block_network import Visibility
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.heads.retrieval import Hybrid, SuffixRetrieval
 from draftsmith.hub.export import export_drafter
@@ -56,6 +57,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "dflash, 32 tokens": ("dflash", {"block_size": 4, "draft_vocabulary": EVEN}),
     "dflash in windows": ("dflash", {"block_size": 4, "blocks": ((3, None), True)}),
     "dflash in a window, not causal": ("dflash", {"block_size": 4, "blocks": ((3, 2), False)}),
+    "dflash in windows of positions": ("dflash", {"block_size": 4, "blocks": ((5, None), True, False, False)}),
+    "dflash in short windows, not causal": ("dflash", {"block_size": 4, "blocks": ((5, 2), False, False, False)}),
+    "dflash with sinks": ("dflash", {"block_size": 4, "blocks": ((5, None), True), "attention_sinks": True}),
+    "dflash, all layers causal": ("dflash", {"block_size": 4, "blocks": ((None, 6), True, True, False)}),
     "dspark": ("dflash", {"block_size": 4, "markov_rank": 3, "confidence_head": True}),
     "dspark, gated": ("dflash", {"block_size": 4, "markov_rank": 3, "markov_type": "gated", "confidence_head": True}),
     "dspark, recurrent": ("dflash", {"block_size": 4, "markov_rank": 3, "markov_type": "rnn", "confidence_head": True}),
@@ -100,7 +105,7 @@ def make(name: str, target: LlamaForCausalLM, noise: float = 0.1) -> TrainableDr
     if windows is not None:
         drafter.body.config.layer_types, drafter.body.config.sliding_window = windows, 3
     if blocks is not None:
-        drafter.body.windows, drafter.body.causal_windows = blocks
+        drafter.body.sees = Visibility(*blocks)
     for parameter in drafter.parameters():
         parameter.data += noise * torch.randn_like(parameter)
     return drafter
