@@ -27,10 +27,17 @@ from draftsmith.heads.formats.common import (
     llama_fields,
     name_of,
     on_sglang,
+    on_vllm,
     with_output_biases,
 )
 from draftsmith.heads.formats.published import LARGE, POSITIVE, Published, Recorded
-from draftsmith.heads.formats.speculators import block_tensors, mask_token_of
+from draftsmith.heads.formats.speculators import (
+    block_tensors,
+    mask_token_of,
+    trained_mask_note,
+    vllm_kind,
+    write_dflash_speculator,
+)
 from draftsmith.heads.layers import windows_of
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.transitions import Kind
@@ -137,7 +144,9 @@ def _flat_body(published: Published, config: Recorded) -> tuple[LlamaConfig, dic
         published.allow("sliding_window", config.get("sliding_window"), (None, size))
         fields |= {"sliding_window": size, "use_sliding_window": True}
     kinds = config.get("layer_types")
-    if everywhere and type(depth) is int and (kinds is None or kinds == ["full_attention"] * len(kinds)):
+    if everywhere and type(depth) is int:
+        mixed = isinstance(kinds, list) and len({*map(str, kinds)}) > 1  # on which engines differ
+        published.allow("use_swa", everywhere, (False,) if mixed else BOTH)
         fields |= {"layer_types": ["sliding_attention"] * depth, "use_sliding_window": True}
     body = published.body(fields)
     windows = windows_of(body)
@@ -223,12 +232,31 @@ def _mask_embedding(published: Published, mask_token: int) -> tuple[Tensor, bool
     return mask_H, True
 
 
+def write_dflash_for_vllm(source: Source[DFlash]) -> Serving:
+    """Write the layout of speculators; for attention that it cannot hold that of z-lab and NVIDIA, or DeepSpec's."""
+    drafter, sees = source.drafter, source.drafter.body.sees
+    sinks = {"attention_sink_bias": True} if drafter.body.sinks(0) is not None else {}
+    if not sinks and not sees.causal and (sees.from_anchor or not any(sees.windows)):
+        return write_dflash_speculator(source)
+    kind, (mask_token, embeddings), anchored = vllm_kind(source), mask_token_of(source), drafter.body.first == 0
+    own, named = _attention_fields(source), {**_layer_fields(source), "mask_token_id": mask_token}
+    if kind == "dspark":
+        own |= {**named, **_dspark_fields(drafter), "dflash_config": sinks}
+        own |= {"sample_from_anchor": anchored, "dspark_bonus_anchor": not anchored}
+    else:
+        own |= {"dflash_config": named | sinks}
+    if drafter.body.lm_head is not None:
+        own["draft_vocab_size"] = drafter.draft_vocab_size or drafter.vocab_size
+    _write_flat(source, "Qwen3DSparkModel" if kind == "dspark" else "DFlashDraftModel", own, embeddings)
+    return on_vllm(source, kind, [trained_mask_note(mask_token)] if embeddings else [])
+
+
 def write_dflash_for_sglang(source: Source[DFlash]) -> Serving:
     """Write DFlash in z-lab's layout, which has neither embeddings nor an lm_head, and DSpark in DeepSpec's.
 
     SGLang uses the target's embeddings and lm_head for both.
     """
-    drafter, dtype, named = source.drafter, name_of(source.dtype), _flat_fields(source)
+    drafter, dtype, named, own = source.drafter, name_of(source.dtype), _flat_fields(source), _attention_fields(source)
     if drafter.body.first == 0:
         source.require_plain_embeddings("format=transformers")
         shared = {
@@ -236,11 +264,13 @@ def write_dflash_for_sglang(source: Source[DFlash]) -> Serving:
             "lm_head": source.target.get_output_embeddings(),
         }
         stored = {f"{name}.weight": source.stored(weight_of(part)) for name, part in shared.items()}
-        _write_flat(source, "Qwen3DSparkModel", named | _dspark_fields(drafter), stored)  # DeepSpec's class needs both
+        _write_flat(
+            source, "Qwen3DSparkModel", own | named | _dspark_fields(drafter), stored
+        )  # DeepSpec's class needs both
         algorithm, size = "DSPARK", "dspark-block-size"
         note = "A block of DSpark drafts as many tokens as it is long. SGLang requires a Markov head."
     else:
-        _write_flat(source, "DFlashDraftModel", {"dflash_config": named})
+        _write_flat(source, "DFlashDraftModel", own | {"dflash_config": named})
         algorithm, size = SGLANG["dflash"], "num-draft-tokens"
         note = "SGLang counts the last committed token as a draft token of DFlash: their number is the size of a block."
     usage = (
@@ -258,13 +288,40 @@ def _flat_fields(source: Source[DFlash]) -> dict[str, Any]:
         source.require(drafter.markov is None, f"markov_rank={drafter.options()['markov_rank']}", f"0, or {otherwise}")
         source.require(drafter.confidence is None, "a confidence head", f"none, or {otherwise}")
     source.require(drafter.body.lm_head is None, "an lm_head of its own", f"the target's, or {otherwise}")
-    window = next((size for size in drafter.body.sees.windows if size is not None), None)
-    source.require(window is None, f"a window of {window} tokens", f"full attention, or {otherwise}")
-    layers = drafter.needs.layers
-    source.require(min(layers) >= 1, "the final state among its features", f"layers, or {otherwise}")
+    sees = drafter.body.sees
+    source.require(drafter.body.sinks(0) is None, "attention sinks", f"none, or {otherwise}")
+    window = next((size for size in sees.windows if size is not None), None)
+    if drafter.body.first == 0:  # of DSpark, only what DeepSpec's class does
+        source.require(window is None, f"a window of {window} tokens", f"full attention, or {otherwise}")
+    causal = [sees.causal or (sees.causal_windows and size is not None) for size in sees.windows]
+    fits = causal == [size is not None for size in sees.windows]  # SGLang makes these layers causal
+    source.require(fits, f"causal layers {causal} for windows {[*sees.windows]}", f"causal windows, or {otherwise}")
     mask_token, embeddings = mask_token_of(source)
     source.require(not embeddings, "a trained mask embedding", f"the embedding of a token, or {otherwise}")
-    return {"target_layer_ids": [layer - 1 for layer in layers], "mask_token_id": mask_token}
+    return {**_layer_fields(source), "mask_token_id": mask_token}
+
+
+def _layer_fields(source: Source[DFlash]) -> dict[str, Any]:
+    """Return the key of the target's layers in flat layouts."""
+    layers = source.drafter.needs.layers
+    source.require(min(layers) >= 1, "the final state among its features", "layers, or format=transformers")
+    return {"target_layer_ids": [layer - 1 for layer in layers]}
+
+
+def _attention_fields(source: Source[DFlash]) -> dict[str, Any]:
+    """Return the keys of windows and causality in flat layouts; raise ConfigError for what they cannot express."""
+    sees = source.drafter.body.sees
+    sizes = sorted({size for size in sees.windows if size is not None})
+    source.require(len(sizes) < 2, f"windows of {sizes} tokens", "one size, or format=transformers")
+    counted = not sizes or not sees.from_anchor
+    source.require(counted, "a window that counts from the anchor", "from each position, or format=transformers")
+    kinds = ["full_attention" if size is None else "sliding_attention" for size in sees.windows]
+    fields: dict[str, Any] = {"layer_types": kinds}
+    if sizes:
+        fields |= {"sliding_window": sizes[0], "use_sliding_window": True}
+    if sees.causal and not all(sees.windows):
+        return fields | {"is_causal": True}
+    return fields | ({"is_causal": False} if sizes and not sees.causal and not sees.causal_windows else {})
 
 
 def _write_flat(
@@ -276,7 +333,6 @@ def _write_flat(
         body,
         model_type="qwen3",
         architectures=[architecture],
-        layer_types=["full_attention"] * body.num_hidden_layers,
         block_size=drafter.block_size,
         num_target_layers=source.text.num_hidden_layers,
         **own,

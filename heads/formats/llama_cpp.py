@@ -107,7 +107,9 @@ def write_dflash(source: Source[DFlash]) -> Serving:
     source.require(bool(rank) or not anchored, "sample_from_anchor=True without markov_rank", "false, or markov_rank")
     source.require(bool(rank) or not confident, "a confidence head without markov_rank", "markov_rank as well")
     window = next((size for size in body.sees.windows if size is not None), None)
-    source.require(window is None, f"a window of {window} tokens, which a block counts from its anchor", "none")
+    source.require(window is None, f"a window of {window} tokens", "none: llama.cpp makes no layer of a block causal")
+    source.require(not body.sees.causal, "causal layers", "others: llama.cpp makes no layer of a block causal")
+    source.require(body.sinks(0) is None, "attention sinks", "none, or format=vllm")
     skipped = ("vocabulary.", "mask_embedding")
     state = {name.removeprefix("body."): value for name, value in drafter.state_dict().items()}
     metadata, tensors = _head(source, "dflash", {k: v for k, v in state.items() if not k.startswith(skipped)})

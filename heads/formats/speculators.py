@@ -108,16 +108,26 @@ def _before_fc(source: Source[ParallelEagle], fc_HF: Tensor) -> Tensor:
     return input_F
 
 
-def write_dflash_speculator(source: Source[DFlash]) -> Serving:
-    """Write DFlash, or DSpark for its options, with embeddings only where the mask's embedding was trained."""
+def vllm_kind(source: Source[DFlash]) -> str:
+    """Return `dflash`, or `dspark` for its options; raise ConfigError for a drafter that vLLM does not run."""
     drafter = source.drafter
-    rank, confident = drafter.options()["markov_rank"], drafter.confidence is not None
-    kind, architecture = ("dspark", "DSparkDraftModel") if rank or confident else ("dflash", "DFlashDraftModel")
+    kind = "dspark" if drafter.markov is not None or drafter.confidence is not None else "dflash"
     markov_type = drafter.options()["markov_type"]  # vLLM reads vanilla ones only
     source.require(markov_type == "vanilla", f"markov_type={markov_type}", "vanilla, or format=sglang or transformers")
-    anchored = drafter.body.first == 0
-    source.require(kind == "dspark" or not anchored, *UNANCHORED)
+    source.require(kind == "dspark" or drafter.body.first == 1, *UNANCHORED)
     source.require_plain_embeddings("format=transformers")
+    return kind
+
+
+def write_dflash_speculator(source: Source[DFlash]) -> Serving:
+    """Write DFlash, or DSpark for its options, with embeddings only where the mask's embedding was trained."""
+    drafter, kind = source.drafter, vllm_kind(source)
+    rank, confident, anchored = (
+        drafter.options()["markov_rank"],
+        drafter.confidence is not None,
+        drafter.body.first == 0,
+    )
+    architecture = "DSparkDraftModel" if kind == "dspark" else "DFlashDraftModel"
     non_causal, layer_changes = _causality(source, kind)
     mask_token, embeddings = mask_token_of(source)
     config: dict[str, Any] = {
@@ -139,13 +149,16 @@ def write_dflash_speculator(source: Source[DFlash]) -> Serving:
             "A window was trained from the anchor of a block. vLLM counts it from each position, so that position k "
             "of a block, counted from 0, sees k + 1 features fewer."
         )
-    if embeddings:
-        notes.append(
-            f"The mask's embedding was trained. It is row {mask_token} of `embed_tokens`, whose other rows are the "
-            "target's. An engine that uses the target's embeddings instead drafts worse (the speculators package does; "
-            "vLLM keeps the file's), and this token is read as a mask where a text contains it."
-        )
-    return on_vllm(source, kind, notes)
+    return on_vllm(source, kind, notes + ([trained_mask_note(mask_token)] if embeddings else []))
+
+
+def trained_mask_note(mask_token: int) -> str:
+    """Return the note on a file whose embeddings have a trained mask."""
+    return (
+        f"The mask's embedding was trained. It is row {mask_token} of `embed_tokens`, whose other rows are the "
+        "target's. An engine that uses the target's embeddings instead drafts worse (the speculators package does; "
+        "vLLM keeps the file's), and this token is read as a mask where a text contains it."
+    )
 
 
 def _causality(source: Source[DFlash], kind: str) -> tuple[bool, dict[str, bool]]:

@@ -13,7 +13,7 @@ LAYOUTS: dict[str, dict[str, Callable[[Source[Any]], Serving]]] = {
         "medusa": heads.write_medusa_for_vllm,
         "eagle3": speculators.write_eagle3_speculator,
         "peagle": speculators.write_peagle_speculator,
-        "dflash": speculators.write_dflash_speculator,
+        "dflash": blocks.write_dflash_for_vllm,
     },
     "sglang": {
         "draft_model": transformers.write_for_sglang,

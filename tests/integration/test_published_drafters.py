@@ -18,6 +18,7 @@ from parity.test_round_trips import (
     angelslim_dflash,
     angelslim_eagle3,
     deepspec_eagle3,
+    nvidia_dspark,
     specforge_dspark,
     zlab_dflash,
 )
@@ -29,7 +30,7 @@ from draftsmith.cli import main
 from draftsmith.distill.load_target import load_target
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import TrainableDrafter
-from draftsmith.heads.checkpoint import describe_target, save_drafter
+from draftsmith.heads.checkpoint import describe_target, load_drafter, save_drafter
 from draftsmith.hub.export import export_drafter
 from draftsmith.train import trainer as loop
 from draftsmith.train.continuation import with_section
@@ -121,11 +122,15 @@ def test_a_run_continues_a_module_in_the_targets_files(
 
 # Published drafters whose options the recipe does not name.
 
+PROJECTS = ("speculators", "zlab", "deepspec", "nemotron", "sglang")
 PUBLISHED = {
     make.__name__: (make, format)
     for make, format in LAYOUTS
-    if format in ("vllm", "sglang") and make.__name__.split("_")[0] in ("speculators", "zlab", "deepspec", "sglang")
+    if format in ("vllm", "sglang") and make.__name__.split("_")[0] in PROJECTS
 }
+CONVERTED = {"specforge_dspark": (specforge_dspark, "sglang"), "nvidia_dspark": (nvidia_dspark, "vllm")}
+"""Layouts that are written back with other names."""
+PUBLISHED |= CONVERTED
 
 
 @pytest.mark.parametrize("name", mostly_slow(PUBLISHED, "zlab_dflash", "deepspec_dspark", "sglang_eagle3"))
@@ -156,6 +161,11 @@ def test_one_command_continues_a_published_folder(
     assert alphas[0][0] == alphas[1][0], "the drafter as it was imported"
     assert alphas[0][-1] > alphas[0][0]
     out = export_drafter(drafters[0], model, format, tmp_path / "out", target_name="org/target", dtype="float32").folder
+    if name in CONVERTED:
+        again = load_drafter(out, model)
+        assert isinstance(again, TrainableDrafter)
+        assert again.options() == drafters[0].options()
+        return
     stored = load_file(next(out.glob("*.safetensors")))
     assert {key: value.shape for key, value in stored.items()} == {key: value.shape for key, value in tensors.items()}
     again, kept = json.loads((out / "config.json").read_text()), {"speculators_version", "speculators_config"}

@@ -50,13 +50,30 @@ def heads_of(x: Tensor) -> Tensor:
     return x.unflatten(-1, (-1, HEAD))
 
 
-def attended(q_Thd: Tensor, k_Shd: Tensor, v_Shd: Tensor, visible_TS: Tensor) -> Tensor:
+def attended(q_Thd: Tensor, k_Shd: Tensor, v_Shd: Tensor, visible_TS: Tensor, sinks_h: Tensor | None = None) -> Tensor:
     out = []
     for head in range(HEADS):
         k, v = k_Shd[:, head // (HEADS // KV_HEADS)], v_Shd[:, head // (HEADS // KV_HEADS)]
-        scores = (q_Thd[:, head] @ k.T) / HEAD**0.5
-        out.append(scores.masked_fill(~visible_TS, -torch.inf).softmax(-1) @ v)
+        weights = ((q_Thd[:, head] @ k.T) / HEAD**0.5).masked_fill(~visible_TS, -torch.inf).exp()
+        sink = 0 if sinks_h is None else sinks_h[head].exp()
+        out.append(weights / (weights.sum(-1, keepdim=True) + sink) @ v)
     return torch.cat(out, -1)
+
+
+def block_states(w: Tensors, context: Tensor, block: Tensor, seen: list[Tensor]) -> Tensor:
+    """Return the states of a DFlash block; `seen`: for each layer what its positions see of features and block."""
+    context, n, size = rms(context @ w["fc.weight"].T, w["hidden_norm.weight"]), len(context), len(block)
+    for layer, visible in enumerate(seen):
+        name, x = f"layers.{layer}", rms(block, w[f"layers.{layer}.input_layernorm.weight"])
+        both, attn = torch.cat([context, x]), f"{name}.self_attn"
+        q = rms(heads_of(x @ w[f"{attn}.q_proj.weight"].T), w[f"{attn}.q_norm.weight"])
+        k = rms(heads_of(both @ w[f"{attn}.k_proj.weight"].T), w[f"{attn}.k_norm.weight"])
+        v = heads_of(both @ w[f"{attn}.v_proj.weight"].T)
+        q, k = rotated(q, list(range(n, n + size))), rotated(k, list(range(n + size)))
+        out = attended(q, k, v, visible, w.get(f"{attn}.attention_sink_bias"))
+        block = block + out @ w[f"{attn}.o_proj.weight"].T
+        block = block + mlp(w, rms(block, w[f"{name}.post_attention_layernorm.weight"]), f"{name}.mlp")
+    return rms(block, w["norm.weight"])
 
 
 def causal_attention(w: Tensors, x: Tensor, name: str = "layers.0.self_attn", window: int = 10**6) -> Tensor:
@@ -136,9 +153,9 @@ def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> Tensors
     }
 
 
-def layer_shapes(width: int = HIDDEN) -> dict[str, tuple[int, ...]]:
+def layer_shapes(width: int = HIDDEN, layer: int = 0) -> dict[str, tuple[int, ...]]:
     inner, outer = HEADS * HEAD, KV_HEADS * HEAD
-    return {
+    shapes: dict[str, tuple[int, ...]] = {
         "layers.0.input_layernorm.weight": (HIDDEN,),
         "layers.0.post_attention_layernorm.weight": (HIDDEN,),
         "layers.0.self_attn.q_proj.weight": (inner, width),
@@ -149,6 +166,7 @@ def layer_shapes(width: int = HIDDEN) -> dict[str, tuple[int, ...]]:
         "layers.0.mlp.up_proj.weight": (INNER, HIDDEN),
         "layers.0.mlp.down_proj.weight": (HIDDEN, INNER),
     }
+    return {name.replace(".0.", f".{layer}."): shape for name, shape in shapes.items()}
 
 
 def doubled(tensors: Tensors) -> Tensors:
@@ -164,9 +182,12 @@ def eagle3_tensors(draft_vocabulary: list[int] | None = None, features: int = 3)
     return tensors if draft_vocabulary is None else tensors | vocabulary_maps(draft_vocabulary)
 
 
-def dflash_tensors() -> Tensors:
-    """Return one layer that reads features of two layers."""
-    shapes = layer_shapes() | {"layers.0.self_attn.q_norm.weight": (HEAD,), "layers.0.self_attn.k_norm.weight": (HEAD,)}
+def dflash_tensors(depth: int = 1) -> Tensors:
+    """Return layers that read features of two of the target's."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layer in range(depth):
+        norms = {f"layers.{layer}.self_attn.{part}_norm.weight": (HEAD,) for part in "qk"}
+        shapes |= layer_shapes(layer=layer) | norms
     shapes |= {"fc.weight": (HIDDEN, 2 * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
     return random_tensors(shapes)
 

@@ -1,28 +1,26 @@
 """Published block drafters, DFlash and DSpark, give the logits that their layouts describe (fp64, 1e-12)."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from parity.published_files import (
     CLOSE,
     DRAFTED,
+    HEADS,
     HIDDEN,
     KEPT,
     PROMPT,
     VOCAB,
-    attended,
+    block_states,
     close,
     dflash_tensors,
     doubled,
     embedded,
-    heads_of,
     hidden_states,
     llama_config,
-    mlp,
     random_tensors,
-    rms,
-    rotated,
     six_layers,
     speculators,
     vocabulary_maps,
@@ -80,17 +78,8 @@ def test_dflash(
             {"confidence_head.proj.weight": (1, HIDDEN + rank * sees), "confidence_head.proj.bias": (1,)}, 4
         )
     drafter, w = load_drafter(written(tmp_path / "d", config, w), target), doubled(w)
-    name = "layers.0.self_attn"
-    context = rms(hidden_states(target, [2, 4]) @ w["fc.weight"].T, w["hidden_norm.weight"])
     block = embedded(target, [DRAFTED[0], 17, 17, 17])
-    x = rms(block, w["layers.0.input_layernorm.weight"])
-    both = torch.cat([context, x])
-    q = rotated(rms(heads_of(x @ w[f"{name}.q_proj.weight"].T), w[f"{name}.q_norm.weight"]), list(range(n, n + 4)))
-    k = rotated(rms(heads_of(both @ w[f"{name}.k_proj.weight"].T), w[f"{name}.k_norm.weight"]), list(range(n + 4)))
-    v = heads_of(both @ w[f"{name}.v_proj.weight"].T)
-    h = block + attended(q, k, v, seen) @ w[f"{name}.o_proj.weight"].T
-    h = h + mlp(w, rms(h, w["layers.0.post_attention_layernorm.weight"]))
-    states = rms(h, w["norm.weight"])[first:]
+    states = block_states(w, hidden_states(target, [2, 4]), block, [seen])[first:]
     logits = states @ w.get("lm_head.weight", target.lm_head.weight).T
     if rank:
         before = w["markov_head.markov_w1.weight"][torch.tensor(after[: 4 - first])]
@@ -135,6 +124,74 @@ def test_block_drafters_of_other_projects(layout: str, tmp_path: Path, target: L
     del (config if deepspec else config["dflash_config"])["target_layer_ids"]  # no layers fit most published ones
     with pytest.raises(ConfigError, match="target_layer_ids=None; expected a list of the target's layers, 0 to 5"):
         load_drafter(written(tmp_path / "d", config, w | stored), target)
+
+
+WIDE, SWA, SINKS = {"use_sliding_window": True, "sliding_window": 5}, {"use_swa": True, "swa_window_size": 5}, {"sinks"}
+MIXED = {**WIDE, "layer_types": ["sliding_attention", "full_attention"]}
+ATTENTION: dict[str, tuple[dict[str, Any], dict[str, Any], set[str], tuple[bool, bool], tuple[bool, bool]]] = {
+    # The keys beside and in `dflash_config`; the tensors; for both layers whether they have a window, and are causal.
+    "windows are causal": (MIXED, {}, set(), (True, False), (True, False)),
+    "two-sided": (MIXED | {"is_causal": False}, {"causal": True}, set(), (True, False), (False, False)),
+    "all layers causal": (MIXED | {"is_causal": True}, {}, set(), (True, False), (True, True)),
+    "NVIDIA": ({"sliding_window": 5}, SWA | {"causal": False}, set(), (True, True), (False, False)),
+    "NVIDIA, full and causal": ({}, {"causal": True, "attention_sink_bias": True}, SINKS, (False, False), (True, True)),
+    "NVIDIA, flat DSpark": (
+        {"sliding_window": 5, "attention_sink_bias": True},
+        {**SWA, "causal": True, "projector_type": "dspark", "shift_label": True, "markov_rank": 5}
+        | {"markov_head_type": "vanilla", "use_confidence_head": True, "attention_sink_bias": True},
+        {*SINKS, "markov_", "confidence_"},
+        (True, True),
+        (True, True),
+    ),
+    "Nemotron's DSpark": (
+        {"architectures": ["Qwen3DSparkModel"], "layer_types": ["sliding_attention"] * 2, "markov_rank": 5}
+        | {"dspark_bonus_anchor": True, "dflash_query_causal": True, "attention_sink_bias": True},
+        {**SWA, "causal": True, "sample_from_anchor": False, "attention_sink_bias": True},
+        {*SINKS, "markov_head.markov_"},
+        (True, True),
+        (True, True),
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "size"), [(name, 4) for name in ATTENTION] + [(name, 7) for name in [*ATTENTION][:3]])
+def test_windows_causality_and_sinks_of_flat_layouts(
+    name: str, size: int, tmp_path: Path, target: LlamaForCausalLM
+) -> None:
+    """Windows count from each position, its own included, in a block that is shorter or longer than they are (NVIDIA
+    refuses the latter)."""
+    beside, named, parts, sliding, causal = ATTENTION[name]
+    w, depth, n = dflash_tensors(2), 2, len(PROMPT)
+    config = llama_config(model_type="qwen3", num_hidden_layers=2, block_size=size, num_target_layers=6)
+    config |= {"layer_types": ["full_attention"] * 2, "architectures": ["DFlashDraftModel"], **beside}
+    config["dflash_config"] = {"target_layer_ids": [1, 3], "mask_token_id": 17} | named
+    if "sinks" in parts:
+        w |= random_tensors({f"layers.{layer}.self_attn.attention_sink_bias": (HEADS,) for layer in range(2)}, 6)
+    markov = next((part for part in parts if "markov_" in part), None)
+    if markov is not None:
+        w |= random_tensors({f"{markov}w{i}.weight": (VOCAB, 5) for i in (1, 2)}, 3)
+    if "confidence_" in parts:
+        w |= random_tensors({"confidence_proj.weight": (1, HIDDEN + 5), "confidence_proj.bias": (1,)}, 4)
+    drafter, w = load_drafter(written(tmp_path / "d", config, w), target), doubled(w)
+    places, queries = torch.arange(n + size), torch.arange(n, n + size)[:, None]
+    seen = []
+    for layer in range(depth):
+        visible = torch.ones(size, n + size, dtype=torch.bool)
+        if sliding[layer]:
+            visible &= (queries - places).abs() < 5
+        seen.append(visible & (places <= queries) if causal[layer] else visible)
+    block = embedded(target, [DRAFTED[0]] + [17] * (size - 1))
+    first = 0 if name == "NVIDIA, flat DSpark" else 1
+    states = block_states(w, hidden_states(target, [2, 4]), block, seen)[first:]
+    after = [*DRAFTED, 9, 2, 7, 1][: size - first + 1]
+    logits = states @ target.lm_head.weight.T
+    if markov is not None:
+        before = w[f"{markov}w1.weight"][torch.tensor(after[:-1])]
+        logits = logits + before @ w[f"{markov}w2.weight"].T
+    assert close(decoded_logits(drafter, target, PROMPT, after), logits)
+    if "confidence_" in parts:
+        sure = torch.cat([states, before], -1) @ w["confidence_proj.weight"][0] + w["confidence_proj.bias"]
+        assert close(torch.stack(decoded_confidences(drafter, after[1:-1])), sure[1:].sigmoid())
 
 
 def test_an_lm_head_that_is_not_the_targets_is_kept(tmp_path: Path, target: LlamaForCausalLM) -> None:

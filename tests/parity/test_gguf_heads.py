@@ -106,7 +106,7 @@ def test_windows_biases_and_targets_are_refused(tmp_path: Path) -> None:
     target = make_llama(**SIZES | {"num_hidden_layers": 8}).requires_grad_(False)
     windowed = made("dflash", target)
     windowed.body.sees.windows = (3, None)
-    with pytest.raises(ConfigError, match="a window of 3 tokens, which a block counts from its anchor; expected none"):
+    with pytest.raises(ConfigError, match="a window of 3 tokens; expected none: llama"):
         written(windowed, target, tmp_path / "out")
     drafter = made("eagle3", target)
     drafter.body.config.attention_bias = True

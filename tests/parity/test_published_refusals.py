@@ -73,8 +73,12 @@ KEYS: list[tuple[str, str, Any]] = [
     ("zlab", "target_layer_ids", [6]),
     ("zlab", "output_multiplier", 0.5),
     ("zlab", "final_logit_softcapping", 30.0),
-    ("zlab", "is_causal", True),
-    ("zlab", "dflash_config.causal", True),
+    ("zlab", "is_causal", "yes"),
+    ("zlab", "dflash_config.causal", "no"),
+    ("zlab", "dflash_config.swa_window_size", 3),
+    ("zlab", "attention_sink_bias", "all"),
+    ("deepspec", "dspark_bonus_anchor", "yes"),
+    ("deepspec", "attention_value_scale", 0.5),
     ("zlab", "dflash_config.projector_type", "domino"),
     ("zlab", "dflash_config.input_embedding_scale", 8.0),
     ("zlab", "dflash_config.conv_kernel_size", 3),
@@ -196,7 +200,24 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
             speculators("eagle3", transformer_layer_config=llama_config(layer_types=["sliding_attention"])),
             "sliding_window=",
         ),
-        (ZLAB | {"sliding_window": 5, "layer_types": ["sliding_attention"]}, "layers with a window of 5 tokens"),
+        (
+            ZLAB | {"sliding_window": 129, "use_sliding_window": True, "layer_types": ["sliding_attention"]},
+            "sliding_window=129 in config.json; expected an integer, 1 to 128",
+        ),
+        (
+            ZLAB | {"sliding_window": 9, "dflash_config": {"use_swa": True, "swa_window_size": 8}},
+            "sliding_window=9 in config.json; expected one of None, 8",
+        ),
+        (
+            ZLAB
+            | {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
+            | {"dflash_config": {"use_swa": True}},
+            "use_swa=True in config.json; expected False",
+        ),
+        (
+            DEEPSPEC | {"target_layer_ids": [1, 3], "dspark_bonus_anchor": True, "sample_from_anchor": True},
+            "dspark_bonus_anchor=True in config.json; expected False",
+        ),
         (DEEPSPEC | {"architectures": ["Qwen3Eagle3Model"], "num_hidden_layers": 2}, "num_hidden_layers=2"),
     ],
 )

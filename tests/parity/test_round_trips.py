@@ -155,6 +155,45 @@ def zlab_dflash(target: LlamaForCausalLM) -> Folder:
     return config, dflash_tensors()
 
 
+def zlab_dflash_in_windows(target: LlamaForCausalLM) -> Folder:
+    """As the drafters for Qwen3.5 and Gemma 4: most layers have a causal window."""
+    config, _ = zlab_dflash(target)
+    config |= {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    return config | {"sliding_window": 5, "use_sliding_window": True}, dflash_tensors(2)
+
+
+def zlab_dflash_in_windows_not_causal(target: LlamaForCausalLM) -> Folder:
+    config, tensors = zlab_dflash_in_windows(target)
+    return config | {"is_causal": False}, tensors
+
+
+def nvidia_dspark(target: LlamaForCausalLM) -> Folder:
+    """Model-Optimizer's export: flat names, a window in all layers, causal, with sinks."""
+    config, tensors = zlab_dflash_in_windows(target)
+    config |= {"layer_types": ["full_attention"] * 2, "attention_sink_bias": True}
+    config["dflash_config"] |= {"projector_type": "dspark", "shift_label": True, "use_confidence_head": True}
+    config["dflash_config"] |= {"use_swa": True, "swa_window_size": 5, "causal": True, "attention_sink_bias": True}
+    config["dflash_config"] |= {"markov_rank": 5, "markov_head_type": "vanilla"}
+    shapes: dict[str, tuple[int, ...]] = {f"markov_w{i}.weight": (VOCAB, 5) for i in (1, 2)}
+    shapes |= {"confidence_proj.weight": (1, HIDDEN + 5), "confidence_proj.bias": (1,)}
+    shapes |= {f"layers.{layer}.self_attn.attention_sink_bias": (HEADS,) for layer in range(2)}
+    return config, tensors | random_tensors(shapes, 3)
+
+
+def nemotron_dspark(target: LlamaForCausalLM) -> Folder:
+    """NVIDIA's published file: nested names; the block predicts from its first mask."""
+    config, tensors = nvidia_dspark(target)
+    config |= {"architectures": ["Qwen3DSparkModel"], "layer_types": ["sliding_attention"] * 2, "markov_rank": 5}
+    config |= {"dspark_bonus_anchor": True, "sample_from_anchor": False, "mask_token_id": 17}
+    config |= {"target_layer_ids": [1, 3], "dflash_config": {"attention_sink_bias": True}}
+    del config["attention_sink_bias"]
+    return config, {
+        name if "markov" not in name else f"markov_head.{name}": value
+        for name, value in tensors.items()
+        if "confidence" not in name
+    }
+
+
 def angelslim_dflash(target: LlamaForCausalLM) -> Folder:
     config, tensors = zlab_dflash(target)
     return config | {"architectures": ["QwenDFlashDraftModel"]}, tensors
@@ -249,6 +288,10 @@ LAYOUTS: list[tuple[Callable[[LlamaForCausalLM], Folder], str]] = [
     (sglang_eagle3, "sglang"),
     (sglang_eagle31, "sglang"),
     (zlab_dflash, "sglang"),
+    (zlab_dflash_in_windows, "sglang"),
+    (zlab_dflash_in_windows, "vllm"),
+    (zlab_dflash_in_windows_not_causal, "vllm"),
+    (nemotron_dspark, "vllm"),
     (deepspec_dflash, "sglang"),
     (deepspec_dspark, "sglang"),
     (deepspec_gated_dspark, "sglang"),
@@ -309,6 +352,8 @@ CONVERSIONS: list[tuple[Callable[[LlamaForCausalLM], Folder], str]] = [
     (speculators_eagle3, "sglang"),
     (speculators_eagle3, "transformers"),
     (speculators_dspark, "transformers"),
+    (nvidia_dspark, "vllm"),  # nested names
+    (nvidia_dspark, "transformers"),
     (specforge_dspark, "vllm"),
     (specforge_dspark, "sglang"),
     (deepspec_recurrent_dspark, "transformers"),
@@ -360,6 +405,7 @@ def test_deepspecs_dspark_in_speculators_layout(tmp_path: Path, target: LlamaFor
 
 
 UNSUITED: dict[str, tuple[dict[str, Any], str]] = {
+    "windows, not causal": ({"window": 9}, r"causal layers \[False, False\] for windows \[9, 9\]; expected causal"),
     "a trained mask": (
         {"trained_mask": True},
         "a trained mask embedding; expected the embedding of a token, or format=vllm",

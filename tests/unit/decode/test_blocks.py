@@ -45,9 +45,7 @@ def network(sees: Visibility) -> DFlashNetwork:
 @torch.inference_mode()
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("sees", SEEN, ids=str)
-def test_one_pass_is_equal_to_many(
-    sees: Visibility, compile: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_pass_is_equal_to_many(sees: Visibility, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of equal and of different lengths, with equal and with different numbers of new features, some without."""
     monkeypatch.setitem(graphs.OPTIONS, "cpu", {"disable": True})
     body = network(sees)
