@@ -319,9 +319,9 @@ def _attention_fields(source: Source[DFlash]) -> dict[str, Any]:
     fields: dict[str, Any] = {"layer_types": kinds}
     if sizes:
         fields |= {"sliding_window": sizes[0], "use_sliding_window": True}
-    if sees.causal and not all(sees.windows):
+    if sees.causal:
         return fields | {"is_causal": True}
-    return fields | ({"is_causal": False} if sizes and not sees.causal and not sees.causal_windows else {})
+    return fields | ({"is_causal": False} if sizes and not sees.causal_windows else {})
 
 
 def _write_flat(
