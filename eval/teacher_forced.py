@@ -319,7 +319,8 @@ def _rows(
     some: _Anchored,
 ) -> ChunkLogits:
     states_ND = entry.states_ND[some.states_N]
-    p_NV, logits_ND = lm_head(signals.hidden_BTH[some.rows_N, some.positions_N]), entry.head(states_ND)
+    p_NV = lm_head(signals.hidden_BTH[some.rows_N, some.positions_N])
+    logits_ND = (entry.drafting_head or entry.head)(states_ND)
     known, q_NV = drafter.shared_vocabulary, logits_ND
     if entry.vocabulary_D is not None:
         q_NV = logits_ND.new_full(p_NV.shape, -torch.inf)

@@ -212,6 +212,8 @@ class DraftStates:
     """The states are those of `everywhere`, which are the only entry and predict every token of a draft."""
     vocabulary_D: Tensor | None = None
     """The token of each row of the head; None for the target's whole vocabulary."""
+    drafting_head: Callable[[Tensor], Tensor] | None = None
+    """Maps states to the logits of decoding, where these differ from the head's: it draws from candidates only."""
     regresses: bool = False
     """The state itself predicts the target's final hidden state at that position."""
     confidence: Callable[[Tensor], Tensor] | None = None

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 
 from draftsmith.heads.autoregressive import DraftNetwork, NetworkOutput
+from draftsmith.heads.block_convolution import ConvolutionLayer
 from draftsmith.heads.layers import Attend, DecoderLayer, Rope, attention, norm, turned
 from draftsmith.heads.lm_head import DraftVocabulary
 
@@ -172,6 +173,7 @@ class DFlashNetwork(DraftNetwork):
     Args:
         first: index in the block of the first position that predicts.
         draft_vocab_size: number of rows of an own lm_head; None: the target's lm_head is used.
+        convolution: block size, taps and group size of the layers' `BlockConvolution`; None: they have none.
     """
 
     def __init__(
@@ -183,6 +185,7 @@ class DFlashNetwork(DraftNetwork):
         sees: Visibility,
         sinks: bool = False,
         draft_vocab_size: int | None = None,
+        convolution: tuple[int, int, int] | None = None,
     ) -> None:
         super().__init__(config)
         hidden = config.hidden_size
@@ -190,7 +193,10 @@ class DFlashNetwork(DraftNetwork):
         self.fc = nn.Linear(features * hidden, hidden, bias=False)
         self.hidden_norm = norm(config)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, qk_norm=True, sinks=sinks) for layer in range(config.num_hidden_layers)
+            DecoderLayer(config, layer, qk_norm=True, sinks=sinks)
+            if convolution is None
+            else ConvolutionLayer(config, layer, *convolution, sinks=sinks)
+            for layer in range(config.num_hidden_layers)
         )
         self.norm = norm(config)
         self.mask_embedding = nn.Parameter(torch.zeros(hidden))

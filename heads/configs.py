@@ -207,6 +207,14 @@ class DFlashSection(WindowOption):
     the tokens of the draft."""
     confidence_head: bool = False
     """DSpark: learn the probability that each token is accepted, for the policy `confidence`."""
+    conv_kernel_size: Annotated[Whole, Field(ge=0)] = 0
+    """DFlash 2: positions of the block that convolutions around attention and MLP read, as published 2; 0 for none."""
+    conv_group_size: Count = 16
+    """DFlash 2: channels that share the part of a convolution's kernel that depends on the state."""
+    selector_rank: Annotated[Whole, Field(ge=0)] = 0
+    """DFlash 2: rank of the scores of candidates by the token before and the state, as published 256; 0 for none."""
+    selector_top_k: Count = 16
+    """DFlash 2: number of candidates, the most likely tokens of each position; only they are drafted."""
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,22 @@
-"""DFlash: a small block-diffusion model that predicts all masked tokens of a block in one pass; with DSpark's options.
+"""DFlash: a small block-diffusion model that predicts all masked tokens of a block in one pass; DSpark and DFlash 2.
 
     features of all committed tokens ──▶ fc ──▶ norm ──▶ keys and values of every layer
                                                             ▲
     block:   x_a   mask  mask  mask  ──▶ layers: each position of the block sees the others and the features
               │     │     │     └──▶ target's lm_head ──▶ d3
-              │     │     └────────▶ d2        (+ DSpark's Markov bias from the token before)
+              │     │     └────────▶ d2        (+ transitions from the token before)
               │     └──────────────▶ d1
               └ anchor: the last committed token
 
 With `sample_from_anchor`, every position predicts the token after it: the anchor's d1, the last mask's d4.
 
-Chen et al. 2026 (DFlash), arXiv:2602.06036. With `markov_rank`, W2·W1[token before], or a gated or recurrent variant
-(`MarkovBias`), is added to the logits, so that q depends on the path; `confidence_head` predicts the probability that
-each token is accepted, which can end a draft.
+Chen et al. 2026 (DFlash), arXiv:2602.06036. With `markov_rank` (DSpark) or `selector_rank` (DFlash 2), logits depend on
+the token before, see `transitions`; DFlash 2 has convolutions in its layers, too. DSpark's `confidence_head` predicts
+the probability that each token is accepted, which can end a draft.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -33,7 +34,7 @@ from draftsmith.heads.layers import layer_config
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.model_config import text_config
 from draftsmith.heads.rows import Counts
-from draftsmith.heads.transitions import Kind, MarkovBias, Transitions
+from draftsmith.heads.transitions import CandidateSelector, Kind, MarkovBias, Transitions
 
 # Shapes: B rows, T positions, F size of the features, A anchors, b block size, K draft positions (b, or b - 1 where the
 # anchor's position predicts nothing), S keys, H hidden size, h heads, d head size, V vocabulary, D draft vocabulary.
@@ -43,7 +44,7 @@ NEW_WINDOWS = {"causal_windows": False, "windows_from_anchor": False}
 
 
 class DFlash(NetworkDrafter[DFlashNetwork]):
-    """DFlash, with its options DSpark: one pass per round for any draft length."""
+    """DFlash, with its options DSpark and DFlash 2: one pass per round for any draft length."""
 
     type: ClassVar[str] = "dflash"
     training_options: ClassVar[tuple[str, ...]] = ("anchors", "trained_mask")
@@ -65,6 +66,10 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         markov_rank: int = 0,
         markov_type: Kind = "vanilla",
         confidence_head: bool = False,
+        conv_kernel_size: int = 0,
+        conv_group_size: int = 16,
+        selector_rank: int = 0,
+        selector_top_k: int = 16,
         mask_token: int | None = None,
     ) -> None:
         """See `from_target` and `Visibility`; `mask_token`: the one whose embedding the mask has, None if trained."""
@@ -72,21 +77,33 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         seen = tuple(windows or [None] * depth)
         if len(seen) != depth or not all(size is None or (type(size) is int and size > 0) for size in seen):
             raise ConfigError.of("windows", windows, f"a number of tokens or null for each of the {depth} layers")
+        if conv_kernel_size > block_size:
+            raise ConfigError.of("conv_kernel_size", conv_kernel_size, f"at most the block size {block_size}")
+        if conv_kernel_size and body.hidden_size % conv_group_size:
+            raise ConfigError.of("conv_group_size", conv_group_size, f"a divisor of the width {body.hidden_size}")
+        if markov_rank and selector_rank:
+            raise ConfigError.of("selector_rank", selector_rank, "0 with a markov_rank")
+        self.convolution = (conv_kernel_size, conv_group_size) if conv_kernel_size else None
         sees = Visibility(seen, causal_windows, causal, windows_from_anchor)
         options: dict[str, Any] = {"sinks": attention_sinks, "draft_vocab_size": draft_vocab_size}
+        options["convolution"] = self.convolution and (block_size, *self.convolution)
         super().__init__(DFlashNetwork(body, len(layers), first, sees=sees, **options), layers)
         self.block_size, self.anchors, self.mask_token = block_size, anchors, mask_token
         self.body.mask_embedding.requires_grad_(mask_token is None)
         outputs = draft_vocab_size or body.vocab_size
         biased = (body.vocab_size, markov_rank, outputs, body.hidden_size, markov_type)
         self.markov = MarkovBias(*biased) if markov_rank else None
+        if selector_rank and selector_top_k > outputs:
+            raise ConfigError.of("selector_top_k", selector_top_k, f"at most the {outputs} tokens that it drafts")
+        selecting = (body.vocab_size, selector_rank, outputs, body.hidden_size, selector_top_k)
+        self.selector = CandidateSelector(*selecting) if selector_rank else None
         self.confidence = nn.Linear(body.hidden_size + markov_rank, 1) if confidence_head else None
         self.max_draft_length = block_size - first
 
     @property
     def transitions(self) -> Transitions | None:
         """The dependence of logits on the token before; None where q depends on the committed text alone."""
-        return self.markov
+        return self.markov or self.selector
 
     @classmethod
     def from_target(
@@ -132,7 +149,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         return drafter
 
     def outside_layers(self) -> list[nn.Parameter]:
-        others = [module for module in (self.markov, self.confidence) if module is not None]
+        others = [module for module in (self.transitions, self.confidence) if module is not None]
         return [*super().outside_layers(), *(weight for module in others for weight in module.parameters())]
 
     @property
@@ -193,6 +210,10 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             "markov_rank": 0 if self.markov is None else self.markov.markov_w1.embedding_dim,
             "markov_type": "vanilla" if self.markov is None else self.markov.kind,
             "confidence_head": self.confidence is not None,
+            "conv_kernel_size": 0 if self.convolution is None else self.convolution[0],
+            "conv_group_size": 16 if self.convolution is None else self.convolution[1],
+            "selector_rank": 0 if self.selector is None else self.selector.predecessor_codebook.shape[1],
+            "selector_top_k": 16 if self.selector is None else self.selector.top_k,
             "mask_token": self.mask_token,
         }
 
@@ -243,7 +264,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         before_Bn = self._before_Bn.to(logits_BnD.device)
         values_BnX, self._carried_Bnr = self.transitions.read(self._carried_Bnr, before_Bn, self._nodes_BnX)
         self._nodes_BnX = torch.cat([self._nodes_BnX, values_BnX], -1)
-        return self._expanded(self.transitions(logits_BnD, values_BnX))
+        return self._expanded(self.transitions(logits_BnD, values_BnX, walks=True))
 
     def _expanded(self, logits_BnD: Tensor) -> Tensor:
         """Return logits [B, n, V] over the target's vocabulary."""
@@ -285,6 +306,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
                     towards_BA,
                     T,
                     self._logits_of,
+                    drafting_head=partial(self._logits_of, walks=True),
                     vocabulary_D=tokens,
                     confidence=None if self.confidence is None else self._confidence_logits,
                     head_parameters=self._head_parameters(),
@@ -292,11 +314,11 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             )
         return unrolled
 
-    def _logits_of(self, states_nX: Tensor) -> Tensor:
+    def _logits_of(self, states_nX: Tensor, walks: bool = False) -> Tensor:
         """Map states of an unrolled position, and values of its transitions, to logits [n, D]."""
         hidden = self.body.config.hidden_size
         logits_nD = self.body.head(states_nX[..., :hidden])
-        return logits_nD if self.transitions is None else self.transitions(logits_nD, states_nX[..., hidden:])
+        return logits_nD if self.transitions is None else self.transitions(logits_nD, states_nX[..., hidden:], walks)
 
     def _confidence_logits(self, states_nD: Tensor) -> Tensor:
         """Return the logits [n] of the confidence head; it reads states and embeddings."""

@@ -8,6 +8,7 @@ exact on chains and trees, and a point mass at temperature 0.
 
     drafter    candidates          score of token b after token a, with h the state of b's position
     DSpark     the vocabulary      U(b) + <W2[b], l(a, h)>
+    DFlash 2   the k best by U     U(b) + <A[a] * P h, B[b]>
 
 A new kind of transitions is a subclass here, and an option of `DFlash`.
 """
@@ -35,12 +36,64 @@ class Transitions(nn.Module, ABC):
         """Return values [n, X] of the tokens before and the states, and what the next position receives."""
 
     @abstractmethod
-    def forward(self, logits_nD: Tensor, values_nX: Tensor) -> Tensor:
-        """Return logits [n, D] after the tokens whose values `read` returned; `logits_nD` are those of the states."""
+    def forward(self, logits_nD: Tensor, values_nX: Tensor, walks: bool = False) -> Tensor:
+        """Return logits [n, D] after the tokens whose values `read` returned; `logits_nD` are those of the states.
+
+        With `walks` those from which a walk draws: -inf for tokens that are no candidates. In training all are finite.
+        """
 
     @abstractmethod
     def score_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that `forward` reads."""
+
+
+class CandidateTransitions(Transitions):
+    """Scores of the `top_k` most likely tokens of each position alone.
+
+    For training, candidates have together the probability that the states' logits give them, which their scores divide.
+    """
+
+    def __init__(self, top_k: int) -> None:
+        super().__init__()
+        self.top_k = top_k
+
+    @abstractmethod
+    def scores(self, unary_nk: Tensor, candidates_nk: Tensor, values_nX: Tensor) -> Tensor:
+        """Return the scores [n, k] of candidates, whose logits by the states are `unary_nk`."""
+
+    def forward(self, logits_nD: Tensor, values_nX: Tensor, walks: bool = False) -> Tensor:
+        unary_nk, candidates_nk = logits_nD.topk(self.top_k)
+        scores_nk = self.scores(unary_nk, candidates_nk, values_nX)
+        if not walks:
+            scores_nk = scores_nk + unary_nk.logsumexp(-1, keepdim=True) - scores_nk.logsumexp(-1, keepdim=True)
+        others_nD = torch.full_like(logits_nD, -torch.inf) if walks else logits_nD
+        others_nD = others_nD.expand(*scores_nk.shape[:-1], -1)
+        return others_nD.scatter(-1, candidates_nk.expand_as(scores_nk), scores_nk.to(others_nD.dtype))
+
+
+class CandidateSelector(CandidateTransitions):
+    """DFlash 2: U(b) + <A[a] * P h, B[b]>, with codebooks A and B of rank r.
+
+    Source: the package dflash 0.1.0 of z-lab.
+    """
+
+    def __init__(self, vocab_size: int, rank: int, outputs: int, hidden_size: int, top_k: int) -> None:
+        super().__init__(top_k)
+        self.predecessor_codebook = nn.Parameter(torch.randn(vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(outputs, rank))
+        self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
+
+    def begin(self, states_nH: Tensor) -> Tensor:
+        return states_nH[..., :0]
+
+    def read(self, carried_nr: Tensor, before_n: Tensor, states_nH: Tensor) -> tuple[Tensor, Tensor]:
+        return self.predecessor_codebook[before_n] * self.hidden_projection(states_nH), carried_nr
+
+    def scores(self, unary_nk: Tensor, candidates_nk: Tensor, values_nX: Tensor) -> Tensor:
+        return unary_nk + (self.successor_codebook[candidates_nk] @ values_nX[..., None])[..., 0]
+
+    def score_parameters(self) -> list[nn.Parameter]:
+        return [self.successor_codebook]
 
 
 class MarkovBias(Transitions):
@@ -79,7 +132,7 @@ class MarkovBias(Transitions):
             return torch.cat([embeds_nr, output_nr.tanh()], -1), carried_nr
         return embeds_nr, carried_nr
 
-    def forward(self, logits_nD: Tensor, values_nX: Tensor) -> Tensor:
+    def forward(self, logits_nD: Tensor, values_nX: Tensor, walks: bool = False) -> Tensor:
         return logits_nD + self.markov_w2(values_nX[..., -self.markov_w2.in_features :])
 
     def score_parameters(self) -> list[nn.Parameter]:

@@ -1,5 +1,5 @@
-"""Published block drafters, DFlash and DSpark: the layouts of vLLM's speculators, of z-lab (SpecForge, SGLang) and of
-DeepSpec. The writer of speculators' layout is in `speculators`.
+"""Published block drafters, DFlash, DFlash 2 and DSpark: the layouts of vLLM's speculators, of z-lab (also of SpecForge
+and SGLang) and of DeepSpec. The writer of speculators' layout is in `speculators`.
 
     layout        layer ids k             first predicting position    embeddings and lm_head    windows
     speculators   `hidden_states[k]`      by `sample_from_anchor`      stored; D <= V rows       from the anchor
@@ -32,7 +32,9 @@ from draftsmith.heads.formats.common import (
 )
 from draftsmith.heads.formats.published import LARGE, POSITIVE, Published, Recorded
 from draftsmith.heads.formats.speculators import (
+    DFLASH2,
     block_tensors,
+    dflash2_fields,
     mask_token_of,
     trained_mask_note,
     vllm_kind,
@@ -54,14 +56,16 @@ PLAIN |= {"conv_kernel_size": None, "selector_rank": None, "use_correction_targe
 
 
 def read_speculators_block(published: Published) -> DFlash:
-    """Read DFlash and DSpark in the layout of vLLM's speculators."""
+    """Read DFlash, DSpark and DFlash 2 in the layout of vLLM's speculators."""
     published.require_plain_embeddings()
     config, layers = published.config, published.part("transformer_layer_config")
     body = published.body(layers)
     windows = windows_of(body)
     body.layer_types = body.sliding_window = None  # a block counts its windows from the anchor
-    dspark, keys = config["speculators_model_type"] == "dspark", ("sample_from_anchor", "sliding_window_non_causal")
-    anchored, non_causal = (config.get(key) for key in keys)
+    kind, keys = config["speculators_model_type"], ("sample_from_anchor", "sliding_window_non_causal")
+    anchored, non_causal, dspark = config.get(keys[0]), config.get(keys[1]), kind == "dspark"
+    if kind == "dflash2" and non_causal is None:
+        non_causal = True  # speculators 0.9.0 and vLLM 0.33 agree on it
     if dspark:  # missing: true in speculators 0.9.0, false in vLLM 0.33, whose windows are causal whatever is said
         anchored, non_causal = published.stated(keys[0], anchored, True), non_causal or False
     if any(windows) and not dspark:  # missing: false in speculators 0.9.0, true in vLLM 0.33
@@ -75,11 +79,12 @@ def read_speculators_block(published: Published) -> DFlash:
         layers=published.layers("aux_hidden_state_layer_ids", config.get("aux_hidden_state_layer_ids")),
         anchored=anchored or False,
         sees={"windows": windows, "causal_windows": causal or not any(windows)},
+        dflash2=kind == "dflash2",
     )
 
 
 def read_zlab(published: Published) -> DFlash:
-    """Read DFlash in the layout of z-lab, whose `dflash_config` wins over keys of the same name beside it.
+    """Read DFlash or DFlash 2 in z-lab's layout, whose `dflash_config` wins over keys of the same name beside it.
 
     NVIDIA's DSpark names itself in `projector_type` only, and always predicts from the anchor.
     """
@@ -104,6 +109,7 @@ def read_zlab(published: Published) -> DFlash:
         layers=published.layers("target_layer_ids", config.get("target_layer_ids"), 1),
         anchored=config.get("sample_from_anchor", False),
         sees=sees,
+        dflash2=_is_dflash2(config),
     )
 
 
@@ -127,6 +133,10 @@ def read_deepspec(published: Published) -> DFlash:
     return _read(published, config, body, layers=layers, anchored=anchored, sees=sees)
 
 
+def _is_dflash2(config: Recorded) -> bool:
+    return "DFlash2DraftModel" in (config.get("architectures") or ())
+
+
 def _flat_body(published: Published, config: Recorded) -> tuple[LlamaConfig, dict[str, Any]]:
     """Return the config of the layers of a flat config.json, and the options of `DFlash` on what its positions see.
 
@@ -135,7 +145,8 @@ def _flat_body(published: Published, config: Recorded) -> tuple[LlamaConfig, dic
     dflash 0.1.0 (z-lab), nvidia-modelopt 0.47.0, vLLM 0.33 and SGLang agree on what they read of these.
     """
     for key, plain in PLAIN.items():
-        published.allow(key, config.get(key), (None, plain))
+        if not (_is_dflash2(config) and key in DFLASH2):
+            published.allow(key, config.get(key), (None, plain))
     fields, block, depth = dict(published.config), config.get("block_size"), published.config.get("num_hidden_layers")
     size = config.get("swa_window_size")
     everywhere = published.allow("use_swa", config.get("use_swa", False), BOTH)
@@ -171,15 +182,16 @@ def _read(
     layers: tuple[int, ...],
     anchored: Any,
     sees: dict[str, Any],
+    dflash2: bool = False,
 ) -> DFlash:
-    """Return the drafter that `config` and the tensors describe."""
+    """Return the drafter that `config` and the tensors describe; `dflash2`: with the keys of DFlash 2."""
     published.drop_zero_biases()
     tensors, V = published.tensors, body.vocab_size
     D = published.allow("draft_vocab_size", config.get("draft_vocab_size") or V, range(1, V + 1))
     shared = D == V and published.dropped("lm_head.weight", published.target.get_output_embeddings())
     kind = published.allow("markov_head_type", config.get("markov_head_type", "vanilla"), get_args(Kind))
     for name in list(tensors):
-        short = re.sub(r"^(markov_head\.|confidence_head\.|confidence_(?=proj\.))", "", name)
+        short = re.sub(r"^(markov_head\.|candidate_selector\.|confidence_head\.|confidence_(?=proj\.))", "", name)
         if short != name and short in tensors:
             raise published.refusal(f"tensors {short} and {name}", "one of them")
         tensors[short] = tensors.pop(name)
@@ -191,10 +203,15 @@ def _read(
     confident = config.get("enable_confidence_head", config.get("use_confidence_head", confidence_1H is not None))
     mask_token = published.allow("mask_token_id", config.get("mask_token_id"), range(V))
     tensors["mask_embedding"], trained = _mask_embedding(published, mask_token)
+    block_size = published.allow("block_size", config.get("block_size"), POSITIVE[1:])
+    allowed: dict[str, range | tuple[int, ...]]
+    allowed = {"conv_kernel_size": range(1, block_size + 1), "selector_top_k": range(1, D + 1)}
+    allowed["conv_group_size"] = tuple(n for n in range(1, body.hidden_size + 1) if body.hidden_size % n == 0)
+    options = {key: published.allow(key, config.get(key), allowed.get(key, POSITIVE)) for key in DFLASH2 if dflash2}
     drafter = DFlash(
         body,
         layers=layers,
-        block_size=published.allow("block_size", config.get("block_size"), POSITIVE[1:]),
+        block_size=block_size,
         anchors=64,  # used in training only
         sample_from_anchor=published.allow("sample_from_anchor", anchored, BOTH),
         **sees,
@@ -203,10 +220,10 @@ def _read(
         markov_type=kind,
         confidence_head=published.allow("enable_confidence_head", confident, BOTH),
         mask_token=None if trained else mask_token,
+        **options,
     )
-    published.fill(
-        drafter, lambda name: re.sub(r"^(body\.vocabulary|body|markov)\.", "", name).replace("confidence.", "proj.")
-    )
+    inside = re.compile(r"^(body\.vocabulary|body|markov|selector)\.")
+    published.fill(drafter, lambda name: inside.sub("", name).replace("confidence.", "proj."))
     heads = [drafter.body.lm_head, None if drafter.markov is None else drafter.markov.markov_w2]
     published.sort_rows(drafter.draft_vocabulary, [head for head in heads if head is not None])
     return drafter
@@ -240,23 +257,25 @@ def write_dflash_for_vllm(source: Source[DFlash]) -> Serving:
         return write_dflash_speculator(source)
     kind, (mask_token, embeddings), anchored = vllm_kind(source), mask_token_of(source), drafter.body.first == 0
     own, named = _attention_fields(source), {**_layer_fields(source), "mask_token_id": mask_token}
+    second, architecture = dflash2_fields(source), "Qwen3DSparkModel" if kind == "dspark" else "DFlashDraftModel"
     if kind == "dspark":
         own |= {**named, **_dspark_fields(drafter), "dflash_config": sinks}
         own |= {"sample_from_anchor": anchored, "dspark_bonus_anchor": not anchored}
     else:
-        own |= {"dflash_config": named | sinks}
+        own |= {"dflash_config": named | sinks | second}
     if drafter.body.lm_head is not None:
         own["draft_vocab_size"] = drafter.draft_vocab_size or drafter.vocab_size
-    _write_flat(source, "Qwen3DSparkModel" if kind == "dspark" else "DFlashDraftModel", own, embeddings)
+    _write_flat(source, "DFlash2DraftModel" if second else architecture, own, embeddings)
     return on_vllm(source, kind, [trained_mask_note(mask_token)] if embeddings else [])
 
 
 def write_dflash_for_sglang(source: Source[DFlash]) -> Serving:
-    """Write DFlash in z-lab's layout, which has neither embeddings nor an lm_head, and DSpark in DeepSpec's.
+    """Write DFlash, also 2, in z-lab's layout, which has neither embeddings nor an lm_head, and DSpark in DeepSpec's.
 
     SGLang uses the target's embeddings and lm_head for both.
     """
     drafter, dtype, named, own = source.drafter, name_of(source.dtype), _flat_fields(source), _attention_fields(source)
+    second = dflash2_fields(source)
     if drafter.body.first == 0:
         source.require_plain_embeddings("format=transformers")
         shared = {
@@ -270,7 +289,8 @@ def write_dflash_for_sglang(source: Source[DFlash]) -> Serving:
         algorithm, size = "DSPARK", "dspark-block-size"
         note = "A block of DSpark drafts as many tokens as it is long. SGLang requires a Markov head."
     else:
-        _write_flat(source, "DFlashDraftModel", own | {"dflash_config": named})
+        own |= {"dflash_config": named | second}
+        _write_flat(source, "DFlash2DraftModel" if second else "DFlashDraftModel", own)
         algorithm, size = SGLANG["dflash"], "num-draft-tokens"
         note = "SGLang counts the last committed token as a draft token of DFlash: their number is the size of a block."
     usage = (

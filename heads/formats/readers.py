@@ -20,6 +20,7 @@ Reader = Callable[[Published], TrainableDrafter]
 
 SPECULATORS: dict[str, Reader] = {
     "dflash": blocks.read_speculators_block,
+    "dflash2": blocks.read_speculators_block,
     "dspark": blocks.read_speculators_block,
     "eagle3": eagle.read_eagle3,
     "mtp": speculators.read_mtp,
@@ -27,6 +28,7 @@ SPECULATORS: dict[str, Reader] = {
 }
 """Readers of the layout of vLLM's speculators, by `speculators_model_type`."""
 ARCHITECTURES: dict[str, Reader] = {
+    "DFlash2DraftModel": blocks.read_zlab,
     "DFlashDraftModel": blocks.read_zlab,
     "DSparkDraftModel": blocks.read_deepspec,
     "Eagle3LlamaForCausalLM": eagle.read_eagle3,

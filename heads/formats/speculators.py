@@ -1,6 +1,6 @@
-"""The layout of vLLM's speculators: EAGLE-3, P-EAGLE, DFlash and DSpark, and MTP, which vLLM does not load in it.
+"""The layout of vLLM's speculators: EAGLE-3, P-EAGLE, DFlash, DSpark, DFlash 2; and MTP, not loaded by vLLM.
 
-EAGLE-3's reader is in `eagle`, those of DFlash and DSpark are in `blocks`.
+EAGLE-3's reader is in `eagle`, those of block drafters are in `blocks`.
 """
 
 import re
@@ -37,6 +37,8 @@ ACCURATE = 1e-4
 
 UNANCHORED = ("sample_from_anchor=True without markov_rank or confidence_head", "false, or format=transformers")
 """A DFlash that vLLM refuses to start with, and what it serves."""
+DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+"""The options and keys of DFlash 2."""
 OWN_LAYERS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Model types of MTP layers that are built from the target's own config; the package's others are Llama-like."""
 
@@ -120,14 +122,16 @@ def vllm_kind(source: Source[DFlash]) -> str:
 
 
 def write_dflash_speculator(source: Source[DFlash]) -> Serving:
-    """Write DFlash, or DSpark for its options, with embeddings only where the mask's embedding was trained."""
-    drafter, kind = source.drafter, vllm_kind(source)
+    """Write DFlash, DSpark or DFlash 2, with embeddings only where the mask's embedding was trained."""
+    drafter, kind, second = source.drafter, vllm_kind(source), dflash2_fields(source)
     rank, confident, anchored = (
         drafter.options()["markov_rank"],
         drafter.confidence is not None,
         drafter.body.first == 0,
     )
-    architecture = "DSparkDraftModel" if kind == "dspark" else "DFlashDraftModel"
+    layout, architecture = kind, "DSparkDraftModel" if kind == "dspark" else "DFlashDraftModel"
+    if second:
+        layout, architecture = "dflash2", "DFlash2DraftModel"
     non_causal, layer_changes = _causality(source, kind)
     mask_token, embeddings = mask_token_of(source)
     config: dict[str, Any] = {
@@ -138,11 +142,12 @@ def write_dflash_speculator(source: Source[DFlash]) -> Serving:
         "sliding_window_non_causal": non_causal,
         "draft_vocab_size": drafter.draft_vocab_size or drafter.vocab_size,
     }
+    config |= second
     if kind == "dspark":
         config |= {"markov_rank": rank, "markov_head_type": "vanilla", "enable_confidence_head": confident}
         config["confidence_head_with_markov"] = bool(confident and rank)
     tensors = block_tensors(source) | embeddings
-    _write(source, kind, architecture, config, tensors, model_type="qwen3", **layer_changes)
+    _write(source, layout, architecture, config, tensors, model_type="qwen3", **layer_changes)
     notes = []
     if any(drafter.body.sees.windows):
         notes.append(
@@ -159,6 +164,23 @@ def trained_mask_note(mask_token: int) -> str:
         "target's. An engine that uses the target's embeddings instead drafts worse (the speculators package does; "
         "vLLM keeps the file's), and this token is read as a mask where a text contains it."
     )
+
+
+def dflash2_fields(source: Source[DFlash]) -> dict[str, int]:
+    """Return the keys of DFlash 2, none for other drafters; raise ConfigError for what its layouts cannot express."""
+    drafter, options = source.drafter, source.drafter.options()
+    rank, taps = options["selector_rank"], options["conv_kernel_size"]
+    both = f"selector_rank={rank}, conv_kernel_size={taps}"
+    source.require(bool(rank) == bool(taps), both, "both or none of them, or format=transformers")
+    if not rank:
+        return {}
+    for fits, value in (
+        (drafter.body.first == 1, "sample_from_anchor=True"),
+        (drafter.confidence is None, "a confidence head"),
+        (drafter.draft_vocabulary is None, f"a draft vocabulary of {drafter.draft_vocab_size} tokens"),
+    ):
+        source.require(fits, f"{value} with {both}", "DFlash 2 without it, or format=transformers")
+    return {key: options[key] for key in DFLASH2}
 
 
 def _causality(source: Source[DFlash], kind: str) -> tuple[bool, dict[str, bool]]:
@@ -179,6 +201,7 @@ def _causality(source: Source[DFlash], kind: str) -> tuple[bool, dict[str, bool]
 def block_tensors(source: Source[DFlash]) -> dict[str, Tensor]:
     """Return the tensors of a block drafter, without the mask's embedding."""
     renamed = {"body.": "", "markov.": "markov_head.", "confidence.": "confidence_head.proj."}
+    renamed["selector."] = "candidate_selector."
     tensors = source.weights(
         source.drafter, lambda name: re.sub(r"^[a-z]+\.", lambda m: renamed[m[0]], name).removeprefix("vocabulary.")
     )

@@ -405,6 +405,13 @@ HEADS_OF_TARGETS: dict[str, dict[str, object]] = {
     "dflash with Markov bias and confidence": {"block_size": 3, "markov_rank": 2, "confidence_head": True},
     "dflash with a gated Markov bias": {"block_size": 3, "markov_rank": 2, "markov_type": "gated"},
     "dflash with a recurrent Markov bias": {"block_size": 3, "markov_rank": 2, "markov_type": "rnn"},
+    "dflash 2": {
+        "block_size": 3,
+        "conv_kernel_size": 2,
+        "conv_group_size": 4,
+        "selector_rank": 2,
+        "selector_top_k": 3,
+    },
 }
 
 

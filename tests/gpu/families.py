@@ -21,6 +21,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "peagle": ("peagle", {"num_tokens": 3}),
     "dflash": ("dflash", {"block_size": 4}),
     "dspark": ("dflash", {"block_size": 4, "markov_rank": 3, "confidence_head": True}),
+    "dflash2": ("dflash", {"block_size": 4, "conv_kernel_size": 2, "selector_rank": 3, "selector_top_k": 4}),
 }
 """No feature noise, and as many anchors as positions: generators of random numbers differ between devices."""
 PROMPTS = [[5, 9, 33, 2, 5, 9, 33, 2], [7], [40, 3, 12]]

@@ -64,16 +64,34 @@ def block_states(w: Tensors, context: Tensor, block: Tensor, seen: list[Tensor])
     """Return the states of a DFlash block; `seen`: for each layer what its positions see of features and block."""
     context, n, size = rms(context @ w["fc.weight"].T, w["hidden_norm.weight"]), len(context), len(block)
     for layer, visible in enumerate(seen):
-        name, x = f"layers.{layer}", rms(block, w[f"layers.{layer}.input_layernorm.weight"])
+        name, read = f"layers.{layer}", rms(block, w[f"layers.{layer}.input_layernorm.weight"])
+        x = convolved(w, f"{name}.attention_conv", 0, read, read)
         both, attn = torch.cat([context, x]), f"{name}.self_attn"
         q = rms(heads_of(x @ w[f"{attn}.q_proj.weight"].T), w[f"{attn}.q_norm.weight"])
         k = rms(heads_of(both @ w[f"{attn}.k_proj.weight"].T), w[f"{attn}.k_norm.weight"])
         v = heads_of(both @ w[f"{attn}.v_proj.weight"].T)
         q, k = rotated(q, list(range(n, n + size))), rotated(k, list(range(n + size)))
         out = attended(q, k, v, visible, w.get(f"{attn}.attention_sink_bias"))
-        block = block + out @ w[f"{attn}.o_proj.weight"].T
-        block = block + mlp(w, rms(block, w[f"{name}.post_attention_layernorm.weight"]), f"{name}.mlp")
+        block = block + convolved(w, f"{name}.attention_conv", 1, read, out @ w[f"{attn}.o_proj.weight"].T)
+        read = rms(block, w[f"{name}.post_attention_layernorm.weight"])
+        out = mlp(w, convolved(w, f"{name}.mlp_conv", 0, read, read), f"{name}.mlp")
+        block = block + convolved(w, f"{name}.mlp_conv", 1, read, out)
     return rms(block, w["norm.weight"])
+
+
+def convolved(w: Tensors, name: str, side: int, read: Tensor, x: Tensor) -> Tensor:
+    """Return DFlash 2's convolution before (0) or after (1) a sublayer that reads `read`; `x` for DFlash."""
+    if f"{name}.base_kernel" not in w:
+        return x
+    base = w[f"{name}.base_kernel"][side]
+    delta = (read @ w[f"{name}.kernel_projection.weight"].T).view(len(x), 2, len(base), -1)[:, side]
+    group = HIDDEN // delta.shape[-1]
+    out = torch.zeros_like(x)
+    for t in range(len(x)):
+        for tap in range(min(t + 1, len(base))):
+            for c in range(HIDDEN):
+                out[t, c] += (base[tap, c] + delta[t, tap, c // group]) * x[t - tap, c]
+    return out
 
 
 def causal_attention(w: Tensors, x: Tensor, name: str = "layers.0.self_attn", window: int = 10**6) -> Tensor:
@@ -190,6 +208,16 @@ def dflash_tensors(depth: int = 1) -> Tensors:
         shapes |= layer_shapes(layer=layer) | norms
     shapes |= {"fc.weight": (HIDDEN, 2 * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
     return random_tensors(shapes)
+
+
+def dflash2_tensors(taps: int = 3, group: int = 8, rank: int = 5) -> Tensors:
+    """Return the tensors that DFlash 2 has besides those of DFlash."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for conv in ("attention_conv", "mlp_conv"):
+        shapes[f"layers.0.{conv}.base_kernel"] = (2, taps, HIDDEN)
+        shapes[f"layers.0.{conv}.kernel_projection.weight"] = (2 * taps * HIDDEN // group, HIDDEN)
+    shapes |= {f"candidate_selector.{side}_codebook": (VOCAB, rank) for side in ("predecessor", "successor")}
+    return random_tensors(shapes | {"candidate_selector.hidden_projection.weight": (rank, HIDDEN)}, 9)
 
 
 def vocabulary_maps(draft_vocabulary: list[int]) -> Tensors:

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from speculators import SpeculatorModel, SpeculatorModelConfig
 from speculators.models.dflash import core as dflash_core
+from speculators.models.dflash2 import core as dflash2_core
 from speculators.models.dspark import core as dspark_core
 from speculators.models.peagle import core as peagle_core
 from torch import Tensor
@@ -93,10 +94,27 @@ def dflash(model: Any, ids_T: Tensor, hidden_TF: Tensor, at: int, steps: int) ->
     return found if sure is None else {**found, "sure": sure[0, first : first + steps]}
 
 
+def dflash2(model: Any, ids_T: Tensor, hidden_TF: Tensor, at: int, steps: int) -> dict[str, Tensor]:
+    """The scores of their selector for the candidates of serving; training puts the target's token among them."""
+    recording(dflash2_core)
+    selector, given = model.candidate_selector, list[Any]()
+    scored = selector.score_candidates
+    selector.score_candidates = lambda *values: given.append(values) or scored(*values)
+    mask = torch.zeros_like(ids_T)[None]
+    mask[0, at + 1] = 1
+    final = torch.zeros(1, len(ids_T), model.hidden_size)
+    model(hidden_TF[None], ids_T[None], mask, final, torch.zeros_like(mask), max_anchors=1)
+    unary_1bV, hidden_1bH, before_1b, _ = given[0]
+    candidates_1bk, scores_1bk = selector.select(unary_1bV, hidden_1bH, before_1b)
+    logits_1bV = torch.full_like(unary_1bV, -torch.inf).scatter(-1, candidates_1bk, scores_1bk)
+    return {"logits": logits_1bV[0, 1 : 1 + steps]}
+
+
 KINDS: dict[str, Callable[..., dict[str, Tensor]]] = {
     "eagle3": eagle3,
     "peagle": peagle,
     "dflash": dflash,
+    "dflash2": dflash2,
     "dspark": dflash,
 }
 

@@ -1,4 +1,4 @@
-"""Published block drafters, DFlash and DSpark, give the logits that their layouts describe (fp64, 1e-12)."""
+"""Published block drafters, DFlash, DSpark and DFlash 2, give the logits that their layouts describe (fp64, 1e-12)."""
 
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from parity.published_files import (
     VOCAB,
     block_states,
     close,
+    dflash2_tensors,
     dflash_tensors,
     doubled,
     embedded,
@@ -94,6 +95,31 @@ def test_dflash(
         assert close(decoded_logits(drafter, target, PROMPT, after[: 5 - first]), reference)
         confidences = decoded_confidences(drafter, after[1 : 4 - first])
     assert not confidences if not rank else torch.allclose(torch.stack(confidences), sure[1:].sigmoid(), atol=CLOSE)
+
+
+@pytest.mark.parametrize("layout", ["z-lab", "speculators"])
+def test_dflash2(layout: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
+    """Convolutions within the block, and a walk over the candidates of each position by the token before it."""
+    w = dflash_tensors() | dflash2_tensors()
+    keys = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 5, "selector_top_k": 6, "mask_token_id": 17}
+    if layout == "z-lab":
+        config = llama_config(model_type="qwen3", num_target_layers=6, layer_types=["full_attention"], is_causal=False)
+        config["dflash_config"] = {**keys, "block_size": 4, "target_layer_ids": [1, 3]}
+        config["architectures"] = ["DFlash2DraftModel"]
+    else:
+        config = speculators("dflash2", **keys, block_size=4, aux_hidden_state_layer_ids=[2, 4])
+    drafter, w = load_drafter(written(tmp_path / "d", config, w), target), doubled(w)
+    seen = torch.ones(4, len(PROMPT) + 4, dtype=torch.bool)
+    states = block_states(w, hidden_states(target, [2, 4]), embedded(target, [DRAFTED[0], 17, 17, 17]), [seen])[1:]
+    expected = torch.full((3, VOCAB), -torch.inf, dtype=torch.float64)
+    for k, (state, before) in enumerate(zip(states, DRAFTED[:3], strict=True)):
+        unary = target.lm_head.weight @ state
+        context = w["candidate_selector.predecessor_codebook"][before]
+        context = context * (w["candidate_selector.hidden_projection.weight"] @ state)
+        for token in unary.argsort(descending=True)[:6]:
+            expected[k, token] = unary[token] + w["candidate_selector.successor_codebook"][token] @ context
+    with torch.no_grad():
+        assert close(decoded_logits(drafter, target, PROMPT, DRAFTED), expected)
 
 
 @pytest.mark.parametrize("layout", ["z-lab", "DeepSpec"])

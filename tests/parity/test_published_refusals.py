@@ -31,6 +31,7 @@ from draftsmith.errors import ConfigError
 
 FLAT = {"architectures": ["LlamaForCausalLMEagle3"]}
 ZLAB = llama_config(architectures=["DFlashDraftModel"], block_size=4, target_layer_ids=[1, 3])
+SECOND = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 5, "selector_top_k": 6, "mask_token_id": 17}
 DEEPSPEC = ZLAB | {"architectures": ["Qwen3DSparkModel"], "mask_token_id": 17}
 BLOCK = {"block_size": 4, "mask_token_id": 17, "aux_hidden_state_layer_ids": [2, 4]}
 MEDUSA = {"model_type": "medusa", "num_heads": 1, "num_hidden_layers": 1}
@@ -43,6 +44,7 @@ FOLDERS: dict[str, tuple[dict[str, Any], Tensors]] = {
     "peagle": (speculators("peagle", mask_token_id=1), {}),
     "dflash": (speculators("dflash", **BLOCK), {}),
     "zlab": (ZLAB, {}),
+    "zlab2": (ZLAB | {"architectures": ["DFlash2DraftModel"], "dflash_config": SECOND}, {}),
     "deepspec": (DEEPSPEC, {}),
     "mtp": (speculators("mtp"), {}),
     "medusa": (MEDUSA, HEADS),
@@ -82,6 +84,9 @@ KEYS: list[tuple[str, str, Any]] = [
     ("zlab", "dflash_config.projector_type", "domino"),
     ("zlab", "dflash_config.input_embedding_scale", 8.0),
     ("zlab", "dflash_config.conv_kernel_size", 3),
+    ("zlab2", "dflash_config.conv_group_size", 5),
+    ("zlab2", "dflash_config.selector_top_k", 65),
+    ("zlab2", "dflash_config.selector_rank", None),
     ("zlab", "dflash_config.training_mode", "vp_drafter"),
     ("zlab", "dflash_config.loss_type", "vp_drafter"),
     ("deepspec", "markov_head_type", "lstm"),

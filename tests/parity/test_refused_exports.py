@@ -29,6 +29,19 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "one feature twice": ("eagle3", {"layers": [1, 1, 5]}, "vllm", r"\[1, 1, 5\]; expected different layers"),
     "gated": ("dflash", {"markov_rank": 3, "markov_type": "gated"}, "vllm", "markov_type=gated; expected vanilla, or"),
     "recurrent": ("dflash", {"markov_rank": 3, "markov_type": "rnn"}, "gguf", "markov_type=rnn; expected vanilla, or"),
+    "a selector alone": (
+        "dflash",
+        {"selector_rank": 2},
+        "vllm",
+        "selector_rank=2, conv_kernel_size=0; expected both or",
+    ),
+    "convolutions alone": ("dflash", {"conv_kernel_size": 2}, "sglang", "conv_kernel_size=2; expected both or none"),
+    "dflash 2 in gguf": (
+        "dflash",
+        {"selector_rank": 2},
+        "gguf",
+        "conv_kernel_size or selector_rank; expected none, or",
+    ),
     "mtp in vllm": ("mtp", {}, "vllm", "format='vllm'; expected native, transformers for a drafter of type mtp"),
     "an anchor that predicts": (
         "dflash",

@@ -18,6 +18,7 @@ from parity.published_files import (
     VLLM,
     VOCAB,
     Tensors,
+    dflash2_tensors,
     dflash_tensors,
     eagle3_tensors,
     layer_shapes,
@@ -194,6 +195,28 @@ def nemotron_dspark(target: LlamaForCausalLM) -> Folder:
     }
 
 
+def zlab_dflash2(target: LlamaForCausalLM) -> Folder:
+    config, tensors = zlab_dflash(target)
+    config |= {"architectures": ["DFlash2DraftModel"]}
+    config["dflash_config"] |= {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 5, "selector_top_k": 6}
+    return config, tensors | dflash2_tensors()
+
+
+def zlab_dflash2_in_a_window(target: LlamaForCausalLM) -> Folder:
+    """As published: every position sees as far ahead as back."""
+    config, tensors = zlab_dflash2(target)
+    config |= {"layer_types": ["sliding_attention"], "sliding_window": 5, "use_sliding_window": True}
+    return config | {"is_causal": False}, tensors
+
+
+def speculators_dflash2(target: LlamaForCausalLM) -> Folder:
+    config, tensors = speculators_dflash(target)
+    config |= {"speculators_model_type": "dflash2", "sliding_window_non_causal": True}
+    config["speculators_config"]["algorithm"] = "dflash2"
+    keys = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 5, "selector_top_k": 6}
+    return config | keys, tensors | dflash2_tensors()
+
+
 def angelslim_dflash(target: LlamaForCausalLM) -> Folder:
     config, tensors = zlab_dflash(target)
     return config | {"architectures": ["QwenDFlashDraftModel"]}, tensors
@@ -292,6 +315,9 @@ LAYOUTS: list[tuple[Callable[[LlamaForCausalLM], Folder], str]] = [
     (zlab_dflash_in_windows, "vllm"),
     (zlab_dflash_in_windows_not_causal, "vllm"),
     (nemotron_dspark, "vllm"),
+    (zlab_dflash2, "sglang"),
+    (speculators_dflash2, "vllm"),
+    (zlab_dflash2_in_a_window, "vllm"),
     (deepspec_dflash, "sglang"),
     (deepspec_dspark, "sglang"),
     (deepspec_gated_dspark, "sglang"),
@@ -342,6 +368,8 @@ def _within(wanted: Any, found: Any) -> bool:
 
 
 CONVERSIONS: list[tuple[Callable[[LlamaForCausalLM], Folder], str]] = [
+    (zlab_dflash2, "vllm"),
+    (speculators_dflash2, "sglang"),
     (zlab_dflash, "vllm"),  # ids count from 1, the convention of the anchor is written
     (sglang_eagle3, "vllm"),  # ids count from 1, norm_before_residual is written
     (angelslim_eagle3, "sglang"),  # another class

@@ -58,6 +58,10 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "dflash, window of 3": ("dflash", {"block_size": STEPS + 1, "mask_token": 17, "window": 3}),
+    "dflash2": (
+        "dflash",
+        {"block_size": STEPS + 1, "conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 5, "selector_top_k": 6},
+    ),
     "sure without a bias": ("dflash", {"block_size": STEPS + 1, "confidence_head": True}),
 }
 

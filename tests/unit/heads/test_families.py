@@ -75,10 +75,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+SECOND = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 3, "selector_top_k": 6}
+FAMILIES |= {
+    "dflash2": ("dflash", {"block_size": 4, **SECOND}),
+    "dflash2 from the anchor, 32 tokens": (
+        "dflash",
+        {"block_size": 4, "sample_from_anchor": True, "draft_vocabulary": EVEN, "confidence_head": True, **SECOND},
+    ),
+}
 ONE_OF_EACH = (
     *("draft_model pruned", "draft_model of another kind", "medusa, 32 tokens", "hydra++", "mlp_speculator", "eagle"),
     *("eagle3, 32 tokens", "eagle3.1", "eagle3 in windows", "mtp, 32 tokens", "peagle", "dspark, recurrent"),
-    *("dflash in a window, not causal", "dflash from the anchor"),
+    *("dflash in a window, not causal", "dflash from the anchor", "dflash2"),
 )
 """They stand for all families where whole texts are decoded, in `make test`."""
 PROMPTS = [[5, 9, 33, 2, 5, 9], [7], [40, 3]]
@@ -126,7 +134,7 @@ def unrolled_logits(
     logits = []
     for k, entry in enumerate(unrolled[: len(tokens) - anchor - 1]):
         state_D = entry.states_ND[entry.places_N.tolist().index(anchor + k)]
-        logits_D = entry.head(state_D[None])[0]
+        logits_D = (entry.drafting_head or entry.head)(state_D[None])[0]
         if entry.vocabulary_D is None:
             logits.append(logits_D)
             continue

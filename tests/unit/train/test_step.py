@@ -134,8 +134,9 @@ def test_muon_takes_no_lm_head_of_another_name() -> None:
     assert {names[id(weight)].split(".")[1] for weight in muon.param_groups[0]["params"]} == {"blocks"}
 
 
-def test_muon_takes_neither_markov_biases_nor_a_confidence_head() -> None:
-    options = {"layers": [1, 2], "block_size": 4, "markov_rank": 4, "confidence_head": True}
+@pytest.mark.parametrize("transitions", [{"markov_rank": 4}, {"selector_rank": 4, "selector_top_k": 5}], ids=str)
+def test_muon_takes_neither_transitions_nor_a_confidence_head(transitions: dict[str, int]) -> None:
+    options = {"layers": [1, 2], "block_size": 4, "confidence_head": True, **transitions}
     drafter = HEADS["dflash"].from_target(make_llama(), **options)
     muon, _ = optimizers(drafter, "muon")
     names = {id(weight): name for name, weight in drafter.named_parameters()}

@@ -47,6 +47,7 @@ HEADS_OF_TARGETS: dict[str, dict[str, object]] = {
     "mtp": {},
     "peagle": {"num_tokens": GAMMA},
     "dflash": {"block_size": GAMMA + 1, "anchors": 2},
+    "dflash with a selector": {"block_size": GAMMA + 1, "selector_rank": 2, "selector_top_k": 4},
     "dflash with Markov bias and confidence": {"block_size": GAMMA + 1, "markov_rank": 2, "confidence_head": True},
 }
 KINDS = ["draft_model", "draft_model with a larger vocabulary", "early-exit", *HEADS_OF_TARGETS]
