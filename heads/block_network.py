@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedModel
 
 from draftsmith.heads.autoregressive import DraftNetwork, NetworkOutput
 from draftsmith.heads.block_convolution import ConvolutionLayer
 from draftsmith.heads.layers import Attend, DecoderLayer, Rope, attention, norm, turned
-from draftsmith.heads.lm_head import DraftVocabulary
+from draftsmith.heads.lm_head import DraftVocabulary, weight_of
 
 # Shapes: B rows, T positions, C features, A anchors, b block size, K positions that predict, X = A * b, Q positions of
 # some blocks, S keys, h heads, d head size, H hidden size, n nodes or positions.
@@ -167,11 +167,24 @@ class AnchoredBlocks:
         return torch.cat([before_BQT, own_QQ], 2)[:, None]
 
 
+class PlainEmbeddings(nn.Module):
+    """Rows of the target's embeddings as they are stored, not scaled (Gemma 3) or normed (Muse Glimmer)."""
+
+    def __init__(self, target: PreTrainedModel) -> None:
+        super().__init__()
+        self._embeddings = (target.get_input_embeddings(),)
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        return nn.functional.embedding(ids_BT, weight_of(self._embeddings[0]))
+
+
 class DFlashNetwork(DraftNetwork):
     """Layers on a block of an anchor and masks; the features enter as keys and values.
 
     Args:
         first: index in the block of the first position that predicts.
+        sinks: see `SelfAttention`.
+        plain_target: use the target's embeddings and lm_head without the operations around them, as other projects do.
         draft_vocab_size: number of rows of an own lm_head; None: the target's lm_head is used.
         convolution: block size, taps and group size of the layers' `BlockConvolution`; None: they have none.
     """
@@ -184,10 +197,12 @@ class DFlashNetwork(DraftNetwork):
         *,
         sees: Visibility,
         sinks: bool = False,
+        plain_target: bool = False,
         draft_vocab_size: int | None = None,
         convolution: tuple[int, int, int] | None = None,
     ) -> None:
         super().__init__(config)
+        self.plain_target = plain_target
         hidden = config.hidden_size
         self.first, self.sees = first, sees
         self.fc = nn.Linear(features * hidden, hidden, bias=False)
@@ -204,6 +219,14 @@ class DFlashNetwork(DraftNetwork):
             self.lm_head = nn.Linear(hidden, draft_vocab_size, bias=False)
         if draft_vocab_size is not None and draft_vocab_size < config.vocab_size:
             self.vocabulary = DraftVocabulary(config.vocab_size, draft_vocab_size)
+
+    def attach(self, target: PreTrainedModel) -> None:
+        super().attach(target)
+        if self.plain_target:
+            lm_head = target.get_output_embeddings()
+            assert lm_head is not None, "the base class requires it"
+            self._shared = (PlainEmbeddings(target), lm_head)
+            self._share_rows()
 
     def sinks(self, layer: int) -> Tensor | None:
         """Return the logits [h] of a layer's attention sinks; None for none."""

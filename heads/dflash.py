@@ -62,6 +62,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         causal: bool = False,
         windows_from_anchor: bool = True,
         attention_sinks: bool = False,
+        plain_target: bool = False,
         draft_vocab_size: int | None = None,
         markov_rank: int = 0,
         markov_type: Kind = "vanilla",
@@ -85,7 +86,8 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             raise ConfigError.of("selector_rank", selector_rank, "0 with a markov_rank")
         self.convolution = (conv_kernel_size, conv_group_size) if conv_kernel_size else None
         sees = Visibility(seen, causal_windows, causal, windows_from_anchor)
-        options: dict[str, Any] = {"sinks": attention_sinks, "draft_vocab_size": draft_vocab_size}
+        options: dict[str, Any] = {"sinks": attention_sinks, "plain_target": plain_target}
+        options |= {"draft_vocab_size": draft_vocab_size}
         options["convolution"] = self.convolution and (block_size, *self.convolution)
         super().__init__(DFlashNetwork(body, len(layers), first, sees=sees, **options), layers)
         self.block_size, self.anchors, self.mask_token = block_size, anchors, mask_token
@@ -206,6 +208,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             "causal": sees.causal,
             "windows_from_anchor": sees.from_anchor,
             "attention_sinks": self.body.sinks(0) is not None,
+            "plain_target": self.body.plain_target,
             "draft_vocab_size": None if self.body.lm_head is None else self.body.lm_head.out_features,
             "markov_rank": 0 if self.markov is None else self.markov.markov_w1.embedding_dim,
             "markov_type": "vanilla" if self.markov is None else self.markov.kind,

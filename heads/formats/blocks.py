@@ -4,6 +4,7 @@ and SGLang) and of DeepSpec. The writer of speculators' layout is in `speculator
     layout        layer ids k             first predicting position    embeddings and lm_head    windows
     speculators   `hidden_states[k]`      by `sample_from_anchor`      stored; D <= V rows       from the anchor
     z-lab         `hidden_states[k + 1]`  the first mask               the target's              of each position
+    transformers  `hidden_states[k + 1]`  the first mask               the target's              of each position
     NVIDIA        `hidden_states[k + 1]`  the mask; DSpark the anchor  the target's              of each position
     DeepSpec      `hidden_states[k + 1]`  the anchor                   stored                    none
 
@@ -15,11 +16,11 @@ import re
 import shlex
 from typing import Any, get_args
 
-import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
-from draftsmith.heads.dflash import DFlash
+from draftsmith.heads.dflash import NEW_WINDOWS, DFlash
 from draftsmith.heads.formats.common import (
     SGLANG,
     Serving,
@@ -36,6 +37,7 @@ from draftsmith.heads.formats.speculators import (
     block_tensors,
     dflash2_fields,
     mask_token_of,
+    require_plain_target,
     trained_mask_note,
     vllm_kind,
     write_dflash_speculator,
@@ -47,6 +49,9 @@ from draftsmith.heads.transitions import Kind
 # Shapes: H hidden size, V vocabulary, D draft vocabulary.
 
 BOTH = (True, False)
+IN_USE = "use_sliding_window"
+MUSE_GLIMMER = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+"""Names in transformers' `muse_glimmer_assistant`, and those elsewhere."""
 CAUSAL = ("is_causal", "causal", "dflash_query_causal")
 """Keys of flat layouts on causality; the first that is there wins."""
 PLAIN = {"output_multiplier": 1.0, "input_embedding_scale": 1.0}
@@ -57,7 +62,6 @@ PLAIN |= {"conv_kernel_size": None, "selector_rank": None, "use_correction_targe
 
 def read_speculators_block(published: Published) -> DFlash:
     """Read DFlash, DSpark and DFlash 2 in the layout of vLLM's speculators."""
-    published.require_plain_embeddings()
     config, layers = published.config, published.part("transformer_layer_config")
     body = published.body(layers)
     windows = windows_of(body)
@@ -137,6 +141,65 @@ def _is_dflash2(config: Recorded) -> bool:
     return "DFlash2DraftModel" in (config.get("architectures") or ())
 
 
+def read_muse_glimmer(published: Published) -> DFlash:
+    """Read transformers' `muse_glimmer_assistant`: DFlash whose windows have one place more on either side."""
+    config = published.config
+    try:
+        theirs = AutoConfig.for_model(**config).to_dict()  # with the class's sizes where they are missing
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        raise published.refusal(f"config.json ({' '.join(str(error).split())})", "others") from error
+    renamed = {"vocab_size": published.text.vocab_size, "model_type": "qwen3", IN_USE: True}
+    body = published.body(theirs | renamed)
+    windows = [None if size is None else size + 1 for size in windows_of(body)]
+    body.layer_types = body.sliding_window = None
+    for name, ours in MUSE_GLIMMER.items():
+        if name in published.tensors:
+            published.tensors[ours] = published.tensors.pop(name)
+    layers = published.layers("target_layer_ids", config.get("target_layer_ids"), 1)
+    return _read(published, config, body, layers=layers, anchored=False, sees={"windows": windows, **NEW_WINDOWS})
+
+
+def fits_muse_glimmer(source: Source[DFlash]) -> bool:
+    """Return whether transformers can run the drafter as a `muse_glimmer_assistant`, for a target of that family."""
+    drafter, sees = source.drafter, source.drafter.body.sees
+    sizes = {size for size in sees.windows if size is not None}
+    plain = drafter.transitions is None and drafter.confidence is None and drafter.body.lm_head is None
+    plain = (
+        plain
+        and drafter.convolution is None
+        and drafter.body.first == 1
+        and drafter.body.sinks(0) is None
+        and drafter.mask_token is not None
+    )
+    windows = len(sizes) < 2 and not sees.causal and not (sizes and (sees.causal_windows or sees.from_anchor))
+    family = str(source.text.model_type).startswith("muse_glimmer")
+    return family and plain and windows and min(drafter.needs.layers) >= 1 and drafter.body.plain_target
+
+
+def write_muse_glimmer(source: Source[DFlash]) -> Serving:
+    """Write a `muse_glimmer_assistant`, which transformers runs without code from elsewhere."""
+    drafter, body = source.drafter, source.drafter.body.config
+    attention = {key: value for key, value in _attention_fields(source).items() if key not in ("is_causal", IN_USE)}
+    attention["sliding_window"] = attention.get("sliding_window", body.max_position_embeddings) - 1
+    fields = {key: value for key, value in llama_fields(body).items() if key not in ("vocab_size", "mlp_bias")}
+    config = {**fields, "model_type": "muse_glimmer_assistant", "architectures": ["MuseGlimmerAssistantModel"]}
+    config |= {
+        **attention,
+        **_layer_fields(source),
+        "block_size": drafter.block_size,
+        "mask_token_id": drafter.mask_token,
+    }
+    theirs = {ours: name for name, ours in MUSE_GLIMMER.items()}
+    source.write(config, {theirs.get(name, name): value for name, value in block_tensors(source).items()})
+    usage = (
+        "from transformers import AutoModel, AutoModelForImageTextToText\n\n"
+        f'target = AutoModelForImageTextToText.from_pretrained("{source.target_name}")\n'
+        'assistant = AutoModel.from_pretrained("{folder}")\n'
+        'target.generate(**inputs, assistant_model=assistant, speculation_type="dflash")'
+    )
+    return Serving("transformers", usage, "python")
+
+
 def _flat_body(published: Published, config: Recorded) -> tuple[LlamaConfig, dict[str, Any]]:
     """Return the config of the layers of a flat config.json, and the options of `DFlash` on what its positions see.
 
@@ -153,12 +216,12 @@ def _flat_body(published: Published, config: Recorded) -> tuple[LlamaConfig, dic
     if size is not None:
         published.allow("swa_window_size", size, range(block if type(block) is int else 1, LARGE + 1))
         published.allow("sliding_window", config.get("sliding_window"), (None, size))
-        fields |= {"sliding_window": size, "use_sliding_window": True}
+        fields |= {"sliding_window": size, IN_USE: True}
     kinds = config.get("layer_types")
     if everywhere and type(depth) is int:
         mixed = isinstance(kinds, list) and len({*map(str, kinds)}) > 1  # on which engines differ
         published.allow("use_swa", everywhere, (False,) if mixed else BOTH)
-        fields |= {"layer_types": ["sliding_attention"] * depth, "use_sliding_window": True}
+        fields |= {"layer_types": ["sliding_attention"] * depth, IN_USE: True}
     body = published.body(fields)
     windows = windows_of(body)
     body.layer_types = body.sliding_window = None
@@ -215,6 +278,7 @@ def _read(
         anchors=64,  # used in training only
         sample_from_anchor=published.allow("sample_from_anchor", anchored, BOTH),
         **sees,
+        plain_target=True,
         draft_vocab_size=None if shared else D,
         markov_rank=rank,
         markov_type=kind,
@@ -231,15 +295,14 @@ def _read(
 
 def _mask_embedding(published: Published, mask_token: int) -> tuple[Tensor, bool]:
     """Return the mask's embedding [H], and whether it was trained: from the drafter's embeddings, whose other rows must
-    be the target's, or as the target's module gives it, scaled or not."""
+    be the target's, or from these."""
     embeddings = published.target.get_input_embeddings()
     own_VH = weight_of(embeddings)
     theirs_VH = published.tensors.get("embed_tokens.weight")
     if theirs_VH is None or theirs_VH.shape != own_VH.shape:
         published.drop_shared("embed_tokens.weight", embeddings)
-        mask_H = embeddings(torch.tensor(mask_token, device=own_VH.device)).detach()
-        return torch.zeros(own_VH.shape[1]) if mask_H.is_meta else mask_H.cpu(), False
-    published.require_plain_embeddings()
+        mask_H = own_VH[mask_token].detach()
+        return mask_H.new_zeros(own_VH.shape[1], device="cpu") if mask_H.is_meta else mask_H.cpu().clone(), False
     mask_H = theirs_VH[mask_token].clone()
     if own_VH.is_meta or published.dropped("embed_tokens.weight", embeddings):
         published.drop_shared("embed_tokens.weight", embeddings)
@@ -277,15 +340,13 @@ def write_dflash_for_sglang(source: Source[DFlash]) -> Serving:
     drafter, dtype, named, own = source.drafter, name_of(source.dtype), _flat_fields(source), _attention_fields(source)
     second = dflash2_fields(source)
     if drafter.body.first == 0:
-        source.require_plain_embeddings("format=transformers")
         shared = {
             "embed_tokens": source.target.get_input_embeddings(),
             "lm_head": source.target.get_output_embeddings(),
         }
         stored = {f"{name}.weight": source.stored(weight_of(part)) for name, part in shared.items()}
-        _write_flat(
-            source, "Qwen3DSparkModel", own | named | _dspark_fields(drafter), stored
-        )  # DeepSpec's class needs both
+        own |= named | _dspark_fields(drafter)
+        _write_flat(source, "Qwen3DSparkModel", own, stored)  # DeepSpec's class needs both
         algorithm, size = "DSPARK", "dspark-block-size"
         note = "A block of DSpark drafts as many tokens as it is long. SGLang requires a Markov head."
     else:
@@ -307,6 +368,7 @@ def _flat_fields(source: Source[DFlash]) -> dict[str, Any]:
     if drafter.body.first == 1:
         source.require(drafter.markov is None, f"markov_rank={drafter.options()['markov_rank']}", f"0, or {otherwise}")
         source.require(drafter.confidence is None, "a confidence head", f"none, or {otherwise}")
+    require_plain_target(source)
     source.require(drafter.body.lm_head is None, "an lm_head of its own", f"the target's, or {otherwise}")
     sees = drafter.body.sees
     source.require(drafter.body.sinks(0) is None, "attention sinks", f"none, or {otherwise}")
@@ -338,7 +400,7 @@ def _attention_fields(source: Source[DFlash]) -> dict[str, Any]:
     kinds = ["full_attention" if size is None else "sliding_attention" for size in sees.windows]
     fields: dict[str, Any] = {"layer_types": kinds}
     if sizes:
-        fields |= {"sliding_window": sizes[0], "use_sliding_window": True}
+        fields |= {"sliding_window": sizes[0], IN_USE: True}
     if sees.causal:
         return fields | {"is_causal": True}
     return fields | ({"is_causal": False} if sizes and not sees.causal_windows else {})

@@ -34,6 +34,7 @@ ARCHITECTURES: dict[str, Reader] = {
     "Eagle3LlamaForCausalLM": eagle.read_eagle3,
     "LlamaForCausalLMEagle3": eagle.read_eagle3,
     "MLPSpeculatorPreTrainedModel": heads.read_fms,
+    "MuseGlimmerAssistantModel": blocks.read_muse_glimmer,
     "Qwen3DSparkModel": blocks.read_deepspec,
     "Qwen3Eagle3Model": eagle.read_deepspec_eagle3,
     "QwenDFlashDraftModel": blocks.read_zlab,

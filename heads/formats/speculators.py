@@ -24,7 +24,7 @@ from draftsmith.heads.formats.native_mtp import OWN, represented
 from draftsmith.heads.formats.native_mtp import SPECULATORS as SPECULATORS_MTP
 from draftsmith.heads.formats.published import Published
 from draftsmith.heads.layers import windows_of
-from draftsmith.heads.lm_head import weight_of
+from draftsmith.heads.lm_head import logits_map, weight_of
 from draftsmith.heads.mtp import Mtp
 
 # Shapes: H hidden size, F size of the features, V vocabulary.
@@ -117,8 +117,16 @@ def vllm_kind(source: Source[DFlash]) -> str:
     markov_type = drafter.options()["markov_type"]  # vLLM reads vanilla ones only
     source.require(markov_type == "vanilla", f"markov_type={markov_type}", "vanilla, or format=sglang or transformers")
     source.require(kind == "dspark" or drafter.body.first == 1, *UNANCHORED)
-    source.require_plain_embeddings("format=transformers")
+    require_plain_target(source)
     return kind
+
+
+def require_plain_target(source: Source[DFlash]) -> None:
+    """Raise ConfigError for a drafter that reads scaled embeddings or logits of its target, which engines do not."""
+    if not source.drafter.body.plain_target:
+        source.require_plain_embeddings("format=transformers")
+        plain = source.drafter.body.lm_head is not None or logits_map(source.target).is_identity
+        source.require(plain, "a target that scales or caps its logits", "another target, or format=transformers")
 
 
 def write_dflash_speculator(source: Source[DFlash]) -> Serving:
@@ -213,7 +221,9 @@ def mask_token_of(source: Source[DFlash]) -> tuple[int, dict[str, Tensor]]:
     """Return the token with the mask's embedding; without one the last token, and embeddings with the mask's there."""
     embeddings = source.target.get_input_embeddings()
     weight_VH = weight_of(embeddings)
-    embeddings_VH = source.stored(embeddings(torch.arange(len(weight_VH), device=weight_VH.device)))
+    plain = source.drafter.body.plain_target
+    embeddings_VH = weight_VH if plain else embeddings(torch.arange(len(weight_VH), device=weight_VH.device))
+    embeddings_VH = source.stored(embeddings_VH)
     mask_H = source.stored(source.drafter.body.mask_embedding)
     same = (embeddings_VH == mask_H).all(-1).nonzero()
     if len(same):

@@ -4,8 +4,19 @@ from collections.abc import Callable
 from typing import Any
 
 from draftsmith.heads.configs import DRAFTERS
+from draftsmith.heads.dflash import DFlash
 from draftsmith.heads.formats import blocks, eagle, heads, llama_cpp, native_mtp, speculators, transformers
 from draftsmith.heads.formats.common import Serving, Source
+
+
+def _for_transformers(source: Source[DFlash]) -> Serving:
+    """Write a block drafter as a model of transformers where the target's family has one, otherwise with code."""
+    return (
+        blocks.write_muse_glimmer(source)
+        if blocks.fits_muse_glimmer(source)
+        else transformers.write_custom_generate(source)
+    )
+
 
 LAYOUTS: dict[str, dict[str, Callable[[Source[Any]], Serving]]] = {
     "vllm": {
@@ -31,6 +42,7 @@ LAYOUTS: dict[str, dict[str, Callable[[Source[Any]], Serving]]] = {
     "transformers": {
         **dict.fromkeys(DRAFTERS, transformers.write_custom_generate),
         "draft_model": transformers.write_for_transformers,
+        "dflash": _for_transformers,
     },
 }
 """By format and type of drafter, the function that writes it."""
