@@ -39,6 +39,7 @@ from draftsmith.heads.untrusted import (
     local_folder,
     read_config,
     require_finite,
+    require_same_tokens,
     require_whole_model,
     shapes_in,
     shared_vocabulary,
@@ -178,6 +179,8 @@ def load_drafter(
     foreign = stored is None or drafter.vocab_size != wanted  # imported drafters keep their own padding
     if foreign and isinstance(drafter, DraftModel) and tokenizer is not None:
         drafter.shared_vocabulary = shared_vocabulary(folder, path_or_repo, tokenizer)
+    elif stored is None and tokenizer is not None:
+        require_same_tokens(folder, path_or_repo, tokenizer)
     if drafter.vocab_size != wanted and drafter.shared_vocabulary is None:
         raise ConfigError(
             f"drafter={path_or_repo} has a vocabulary of {drafter.vocab_size}; expected the target's {wanted}, or "
@@ -200,14 +203,19 @@ def load_drafter(
     return drafter
 
 
-def unattached_drafter(path_or_repo: str, target: PreTrainedModel) -> TrainableDrafter:
+def unattached_drafter(
+    path_or_repo: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
+) -> TrainableDrafter:
     """Return the drafter of a folder or repository as it is stored, not attached to a target.
 
-    `target` may be on torch's meta device: then its weights are taken for those that the drafter shares.
+    `target` may be on torch's meta device: then its weights are taken for those that the drafter shares. `tokenizer`:
+    the target's, which is compared with the one in the folder of another project, if there is one.
     """
     folder = local_folder(path_or_repo)
     config, stored = read_config(folder, path_or_repo)
     drafter = _read(folder, stored, config, target)
+    if stored is None and tokenizer is not None and not isinstance(drafter, DraftModel):
+        require_same_tokens(folder, path_or_repo, tokenizer)
     _require_stated(drafter, path_or_repo)
     return drafter
 

@@ -238,17 +238,43 @@ def shared_vocabulary(folder: Path | str, name: str | Path, tokenizer: PreTraine
     Raises:
         ConfigError: for a tokenizer with other tokens than the target's.
     """
+    own = _own_tokenizer(folder, name)
+    if own is None:
+        return None
+    if tokenizer_fingerprint(own) != tokenizer_fingerprint(tokenizer):
+        raise ConfigError(f"drafter={name} has another tokenizer than the target; expected the same token for every id")
+    return len(own)
+
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+"""Files that hold the tokens of a tokenizer."""
+
+
+def require_same_tokens(folder: Path, name: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ConfigError where the tokenizer beside a drafter, if there is one, has another token for an id.
+
+    Either one may have tokens more: projects add one for the mask, and targets have ones that no text uses.
+    """
+    if not any((folder / file).is_file() for file in TOKENIZERS):
+        return
+    own = _own_tokenizer(folder, name)
+    tokens = {} if own is None else {i: token for token, i in own.get_vocab().items()}
+    for token, i in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        if tokens.get(i, token) != token:
+            problem = f"its tokenizer has {tokens[i]!r} for id {i}"
+            raise ConfigError(f"drafter={name}: {problem}; expected the target's {token!r}, or no tokenizer beside it")
+
+
+def _own_tokenizer(folder: Path | str, name: str | Path) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer in the folder of a drafter; None without one."""
     try:
         with without_warnings():
-            own = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError):
         return None
     except Exception as error:  # tokenizers and configs raise errors without a common base
         why = reason_of(error, whole=True)
         raise ConfigError(f"drafter={name}: its tokenizer cannot be read ({why}); expected a whole one") from error
-    if tokenizer_fingerprint(own) != tokenizer_fingerprint(tokenizer):
-        raise ConfigError(f"drafter={name} has another tokenizer than the target; expected the same token for every id")
-    return len(own)
 
 
 class StoredTarget(BaseModel, frozen=True, strict=True, extra="ignore"):

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.distill.load_target import DTYPES, LoadedTarget, decoder_class, load_tokenizer
 from draftsmith.errors import ConfigError
@@ -34,8 +34,9 @@ def with_section(recipe: Recipe) -> Recipe:
     settings, source = recipe.target, recipe.start_from
     if source is None or is_named(source):
         return recipe
-    _, config = load_tokenizer(settings.model, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
-    stored = stored_drafter(recipe, config)
+    trusted = settings.trust_remote_code
+    tokenizer, config = load_tokenizer(settings.model, revision=settings.revision, trust_remote_code=trusted)
+    stored = stored_drafter(recipe, config, tokenizer)
     check_section(recipe, stored)
     kind = DRAFTERS[recipe.drafter.type or stored.type].section
     described = {name: value for name, value in stored.section().items() if name in kind.model_fields}
@@ -46,12 +47,14 @@ def with_section(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"drafter": section})
 
 
-def stored_drafter(recipe: Recipe, config: PreTrainedConfig) -> TrainableDrafter:
+def stored_drafter(
+    recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None = None
+) -> TrainableDrafter:
     """Return the drafter that `start_from` names, not attached to a target; `config` is the target's."""
     assert recipe.start_from is not None, "the recipe names a drafter"
     with torch.device("meta"):
         target = target_of(recipe, config)
-    return unattached_drafter(recipe.start_from, target)
+    return unattached_drafter(recipe.start_from, target, tokenizer)
 
 
 def check_section(recipe: Recipe, stored: TrainableDrafter) -> None:

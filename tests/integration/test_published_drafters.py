@@ -209,6 +209,26 @@ def test_a_drafter_of_another_target_is_not_continued(
         with_section(load_recipe("continue/any_prompts", given))
 
 
+def test_a_drafter_with_another_tokenizer_is_not_continued(target: Path, tmp_path: Path) -> None:
+    """Before the target is loaded; a tokenizer with the target's tokens and one for the mask is accepted."""
+    folder = written(tmp_path / "published", *zlab_dflash(six_layers()))
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["<|MASK|>"], special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    given = load_recipe("continue/any_prompts", [f"target.model={target}", f"start_from={folder}", "output=out"])
+    assert with_section(given).drafter.type == "dflash"
+    stored = folder / "tokenizer.json"
+    rules = json.loads(stored.read_text())
+    vocabulary = rules["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    stored.write_text(json.dumps(rules))
+    said = f"its tokenizer has 'b' for id {vocabulary['b']}; expected the target's 'a', or no tokenizer beside it"
+    loaded = load_target(str(target))
+    for read in (lambda: with_section(given), lambda: load_drafter(folder, loaded.model, loaded.tokenizer)):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            read()
+
+
 # The commands that read a drafter.
 
 Folder = tuple[dict[str, Any], Tensors]

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from parity.test_exports import exported, made
 from parity.test_exports import target as target
 from transformers import LlamaForCausalLM, PreTrainedConfig
@@ -26,6 +27,7 @@ from transformers import LlamaForCausalLM, PreTrainedConfig
 from draftsmith import ConfigError, load_drafter
 from draftsmith.heads.block_network import Visibility
 
+CPU = torch.device("cpu")
 Seen = list[tuple[int | None, bool]]
 """For each layer its window and whether positions of a block see no later ones."""
 CASES = {
@@ -38,9 +40,23 @@ REFUSED = {f"dflash, {windows}, causal" for windows in ((3, None), (None, 3))}
 """vLLM makes all layers of a DFlash causal, or none."""
 
 
+FLAT = {
+    f"{kind}, {sees}": (kind, sees)
+    for kind in ("dflash", "dspark")
+    for sees in (
+        Visibility((3, None), causal_windows=True, from_anchor=False),
+        Visibility((3, 3), causal_windows=True, from_anchor=False),
+        Visibility((None, 3), causal_windows=False, from_anchor=False),
+        Visibility((None, 3), causal=True, from_anchor=False),
+        Visibility((None, None), causal=True),
+    )
+}
+"""Windows of positions and causal layers, which are written in flat layouts."""
+
+
 def stated(config: dict[str, Any]) -> Seen:
     """vLLM's rule: `is_causal` of the layers; for DFlash the opposite of `sliding_window_non_causal`; the windows."""
-    layers, kind = config["transformer_layer_config"], config["speculators_model_type"]
+    layers, kind = config.get("transformer_layer_config", config), config.get("speculators_model_type")
     given = layers.get("is_causal")
     if given is None and kind == "dflash":
         given = not config.get("sliding_window_non_causal", True)
@@ -80,8 +96,9 @@ def vllms_own(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, A
     exec(compile(ast.Module(parts, []), "qwen3_dflash.py", "exec"), functions)
 
     def seen(config: dict[str, Any]) -> Seen:
-        fields = {"layer_types": None, **config["transformer_layer_config"]}
-        updates["SUPPORTED_SPECULATORS_TYPES"][config["speculators_model_type"]](config, fields)
+        fields = {"layer_types": None, **config.get("transformer_layer_config", config)}
+        if "speculators_model_type" in config:
+            updates["SUPPORTED_SPECULATORS_TYPES"][config["speculators_model_type"]](config, fields)
         read = SimpleNamespace(**fields)
         return [functions["_resolve_layer_attention"](read, layer) for layer in range(read.num_hidden_layers)]
 
@@ -107,6 +124,28 @@ def test_vllm_resolves_each_layer_to_what_was_trained(name: str, tmp_path: Path,
     assert stated(config) == trained
 
 
+def flat(name: str, target: LlamaForCausalLM, folder: Path) -> tuple[dict[str, Any], Seen]:
+    """Return the config of an export, and what the drafter was trained to see."""
+    kind, sees = FLAT[name]
+    drafter = made("dflash", target, block_size=3, markov_rank=4 if kind == "dspark" else 0)
+    drafter.body.sees = sees
+    out = exported(drafter, target, "vllm", folder).folder
+    again = load_drafter(out, target).body.sees
+    trained = [(window, sees.causal or (sees.causal_windows and window is not None)) for window in sees.windows]
+    assert [
+        (window, bool(again.block(i, 3, CPU).tril().equal(again.block(i, 3, CPU))))
+        for i, window in enumerate(again.windows)
+    ] == trained, "read again it is the same drafter"
+    assert all(again.features(i, 3, CPU).equal(sees.features(i, 3, CPU)) for i in range(2))
+    return json.loads((out / "config.json").read_text()), trained
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_vllm_resolves_flat_layouts_to_what_was_trained(name: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
+    config, trained = flat(name, target, tmp_path / "out")
+    assert stated(config) == trained
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_causal_windows_beside_full_attention_are_refused(name: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
     with pytest.raises(ConfigError, match="causal windows on some of its layers; expected windows on all of them, or"):
@@ -115,9 +154,9 @@ def test_causal_windows_beside_full_attention_are_refused(name: str, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in CASES if name not in REFUSED])
+@pytest.mark.parametrize("name", [*(name for name in CASES if name not in REFUSED), *FLAT])
 def test_vllms_own_functions_resolve_the_same(
     name: str, tmp_path: Path, target: LlamaForCausalLM, vllms_own: Callable[[dict[str, Any]], Seen]
 ) -> None:
-    config, trained = written(name, target, tmp_path / "out")
+    config, trained = (flat if name in FLAT else written)(name, target, tmp_path / "out")
     assert vllms_own(config) == trained
