@@ -68,6 +68,8 @@ class DraftNetwork(nn.Module, ABC):
         self.vocabulary = None if draft_vocab_size is None else DraftVocabulary(config.vocab_size, draft_vocab_size)
         self.lm_head: nn.Linear | None = None
         """An own lm_head; None: the target's is used, or its rows of the draft vocabulary."""
+        self.returns_logits = True
+        """Whether `forward` computes logits; otherwise it returns the states in their place."""
         self._shared: tuple[nn.Module, ...] = ()
 
     def attach(self, target: PreTrainedModel) -> None:
@@ -161,7 +163,7 @@ class DraftNetwork(nn.Module, ABC):
         states_BTH = self.step(embeds_BTH, features.to(self.dtype), rope, attend)
         if columns is not None:
             states_BTH = columns.of(states_BTH)
-        return NetworkOutput(self.full_head(states_BTH), states_BTH)
+        return NetworkOutput(self.full_head(states_BTH) if self.returns_logits else states_BTH, states_BTH)
 
 
 Network = TypeVar("Network", bound=DraftNetwork)
@@ -290,8 +292,12 @@ class AutoregressiveDrafter(NetworkDrafter[Network]):
 
     def start(self, context: Context) -> None:
         super().start(context)
-        self._runner = context.runner(self.body)
+        self._runner = self._new_runner(context)
         self._read([text.tokens[1:] for text in context.texts])
+
+    def _new_runner(self, context: Context) -> Runner:
+        """Return the runner that reads the texts and their drafts."""
+        return context.runner(self.body)
 
     def begin(self, rows: list[int]) -> Tensor:
         tokens = unread(self.context, rows, self._runner, first=1)

@@ -75,10 +75,12 @@ class Runner(Protocol):
         """The model output's `states` that belong to the logits last returned: [B, D] or [B, n, D]."""
         ...
 
-    def append(self, tokens: Sequence[list[int]], features_BQF: Tensor | None = None) -> Tensor:
+    def append(self, tokens: Sequence[list[int]], features_BQF: Tensor | None = None, *, every: bool = False) -> Tensor:
         """Read committed tokens and return the logits [B, V] after the last one of each row. Empty rows are skipped.
 
-        `features_BQF`: padded on the right to the longest row.
+        Args:
+            features_BQF: padded on the right to the longest row.
+            every: return the logits [B, Q, V] after every token instead.
         """
         ...
 

@@ -159,11 +159,14 @@ class Eagle3Section(LmHeadOption, WindowOption):
 class MtpSection(VocabularyOption):
     type: Literal["mtp"]
     init: Literal["random", "native"] = "random"
-    """'native' starts from the MTP module in the target's checkpoint."""
+    """'native' starts from the MTP modules in the target's checkpoint."""
+    num_modules: Depth | None = None
+    """Number of modules, each of which drafts one token; a single one is shared by all draft steps. By default 1; with
+    `init: native` as many as the target's config states (`num_nextn_predict_layers`)."""
     num_hidden_layers: Depth = 1
     """Number of decoder layers."""
     train_steps: Depth = 3
-    """Number of trained steps, each on the states of the last."""
+    """Number of trained steps of a single module, each on the states of the last; of several, each is one step."""
 
     @property
     def start(self) -> Start:

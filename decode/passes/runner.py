@@ -55,18 +55,23 @@ class ModelRunner:
         """Number of committed tokens that the model has read, for each row."""
         return self.passes.cache.lengths
 
-    def append(self, tokens: Sequence[list[int]], features_BQF: Tensor | None = None) -> Tensor:
-        """Read committed tokens and return the logits [B, V] after the last one of each row. Empty rows are skipped."""
+    def append(self, tokens: Sequence[list[int]], features_BQF: Tensor | None = None, *, every: bool = False) -> Tensor:
+        """Read committed tokens and return the logits [B, V] after the last one of each row. Empty rows are skipped.
+
+        `every`: return the logits [B, Q, V] after every token instead.
+        """
         rows = Rows.of(tokens, self._device)
         width = self.passes.padded(rows.width)
         ids_BQ = nn.functional.pad(rows.values_BW, (0, width - rows.width))
         if features_BQF is not None and width > features_BQF.shape[1]:
             features_BQF = nn.functional.pad(features_BQF, (0, 0, 0, width - features_BQF.shape[1]))
-        columns = Columns(rows.counts.map(lambda count: count - 1 + (count == 0)))
+        columns = None if every else Columns(rows.counts.map(lambda count: count - 1 + (count == 0)))
         # Padding follows the tokens, which do not attend to it.
         reading = Reading(ids_BQ, self.lengths, rows.counts, features_BQF=features_BQF, columns=columns)
         output = self._keep(self.passes.read(reading))
         self.passes.cache.lengths = self.lengths + rows.counts
+        if every:
+            return output.logits_BQV[:, : rows.width]
         self.states = self.states if output.states_BQH is None else output.states_BQH[:, 0]
         return output.logits_BQV[:, 0]
 

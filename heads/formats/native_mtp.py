@@ -1,12 +1,13 @@
 """Multi-token prediction modules inside the files of targets: read as a drafter, and written back.
 
     target                 prefix of the module   norms of embedding, state, output                  projection reads
-    MiMo                   model.mtp_layers.0.    token_, hidden_ and final_layernorm                [state; embedding]
-    DeepSeek-V3, GLM-4     model.layers.DEPTH.    enorm, hnorm, shared_head.norm                     [embedding; state]
+    MiMo                   model.mtp_layers.K.    token_, hidden_ and final_layernorm                [state; embedding]
+    DeepSeek-V3, GLM-4     model.layers.DEPTH+K.  enorm, hnorm, shared_head.norm                     [embedding; state]
     Qwen3-Next, Qwen3.5    mtp.                   pre_fc_norm_embedding, pre_fc_norm_hidden, norm    [embedding; state]
     Ernie 4.5              model.mtp_*            emb_norm.0, hidden_norm.0, the target's last norm  [embedding; state]
 
-The state is the output of the target's last norm; embeddings and lm_head are the target's. Qwen3-Next's and Qwen3.5's
+Module K = 0 reads the output of the target's last norm, module K > 0 that of the module before it; embeddings and
+lm_head are the target's. The last two layouts have one module. Qwen3-Next's and Qwen3.5's
 attention is gated, the gains of their norms are 1 + weight, and they rotate a part of each head, as GLM-4.5 does. A
 layer with experts or latent attention (DeepSeek-V3, full-size GLM-4.5, Qwen3-Next) is one of the target's own class, as
 is Ernie's, which rotates neighbouring pairs.
@@ -44,7 +45,7 @@ class Layout:
     """Names of a module's tensors."""
 
     prefixes: tuple[str, ...]
-    """Of all names; `{depth}` is the target's number of layers."""
+    """Of all names; `{module}` is the module's number, `{layer}` that number plus the target's number of layers."""
     names: dict[str, str]
     """Ours and theirs, without the decoder layer's; without `final_layernorm`, the target's last norm is used."""
     layer: str = ""
@@ -66,6 +67,7 @@ class Layout:
 
 
 LAST_NORM = "final_layernorm.weight"
+MOST_MODULES = 64
 OWN = "the target's own MTP module: "
 """Prefix of error messages."""
 
@@ -77,12 +79,12 @@ def _names(token: str, hidden: str, projection: str, last: str | None) -> dict[s
 
 LAYOUTS = (
     Layout(
-        ("model.mtp_layers.0.", "mtp_layers.0."),
+        ("model.mtp_layers.{module}.", "mtp_layers.{module}."),
         _names("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
         embedding_first=False,
     ),
     Layout(
-        ("model.layers.{depth}.", "model.language_model.layers.{depth}."),
+        ("model.layers.{layer}.", "model.language_model.layers.{layer}."),
         _names("enorm", "hnorm", "eh_proj", "shared_head.norm"),
     ),
     Layout(
@@ -108,20 +110,43 @@ SPECULATORS = Layout(("mtp_layers.0.",), _names("token_layernorm", "hidden_layer
 """In files of the speculators package; not in those of targets, where these names are MiMo's."""
 
 
-def read_native(target: PreTrainedModel) -> tuple[LlamaConfig, dict[str, bool], dict[str, Tensor]]:
-    """Return config, options and weights of the module in the target's files, by the names of `MtpNetwork`.
+Module = tuple[str, dict[str, Tensor]]
+"""Prefix of a module's tensors, and these by their names after it."""
+
+
+def read_native(
+    target: PreTrainedModel, modules: int | None = None
+) -> tuple[LlamaConfig, dict[str, bool], list[dict[str, Tensor]]]:
+    """Return config, options and the weights of the modules in the target's files, by the names of `MtpNetwork`.
+
+    `modules`: read only this number of them; None: all, see `stated_modules`.
 
     Raises:
-        ConfigError: for a target without such a module, and for a module that `MtpNetwork` cannot represent.
+        ConfigError: for a target without such modules, and for modules that `MtpNetwork` cannot represent.
     """
-    layout, _, tensors = _find(target)
-    return represented(target, layout, tensors)
+    layout, found = _find(target, modules)
+    body, options, first = represented(target, layout, found[0][1])
+    weights = [first]
+    for number, (_, tensors) in enumerate(found[1:], 1):
+        own, also, values = represented(target, layout, tensors)
+        if (own.to_dict(), also) != (body.to_dict(), options):
+            raise _refusal(f"module {number} has another layer than module 0", "modules of one shape")
+        weights.append(values)
+    return body, options, weights
+
+
+def stated_modules(target: PreTrainedModel) -> int:
+    """Return the number of modules that the target's config states; one where it states none."""
+    count = getattr(text_config(target), "num_nextn_predict_layers", None)
+    if count is not None and (type(count) is not int or not 0 <= count <= MOST_MODULES):
+        raise _refusal(f"num_nextn_predict_layers={count!r} in the target's config", f"0 to {MOST_MODULES}")
+    return count or 1
 
 
 def represented(
     target: PreTrainedModel, layout: Layout, tensors: dict[str, Tensor]
 ) -> tuple[LlamaConfig, dict[str, bool], dict[str, Tensor]]:
-    """Return the module that `read_native` returns, from tensors that have been read."""
+    """Return a module as `read_native` returns it, from tensors that have been read."""
     for name, of in SHARED.items():
         tensor, own = tensors.pop(name, None), weight_of(getattr(target, of)()).detach().cpu()
         if tensor is not None and not any(torch.equal(tensor.to(d), own.to(d)) for d in (own.dtype, tensor.dtype)):
@@ -143,27 +168,46 @@ def represented(
     return body, options, _swapped(layout, {name: value for name, value in weights.items() if value is not None})
 
 
-def _find(target: PreTrainedModel) -> tuple[Layout, str, dict[str, Tensor]]:
-    """Return layout, prefix and tensors, by their names in the module, of the first module in the target's files."""
-    kind = text_config(target).model_type
+def _find(target: PreTrainedModel, modules: int | None = None) -> tuple[Layout, list[Module]]:
+    """Return the layout and the modules in the target's files."""
+    kind, stated = text_config(target).model_type, stated_modules(target)
     if kind not in TARGETS + PAIRS:
         raise _refusal(f"model_type={kind!r} (unknown)", f"one of {', '.join(TARGETS + PAIRS)}")
-    folder, depth = _folder(target), text_config(target).num_hidden_layers
-    read: dict[str, Tensor] = {}
+    if modules is not None and modules > stated:
+        raise ConfigError.of("drafter.num_modules", modules, f"at most the {stated} of the target's checkpoint")
+    folder, depth, count = _folder(target), text_config(target).num_hidden_layers, modules or stated
+
+    def prefixes(pattern: str) -> list[str]:
+        return [pattern.format(module=number, layer=depth + number) for number in range(count)]
+
     tried = []
     for layout in LAYOUTS:
-        for pattern in layout.prefixes:
-            prefix = pattern.format(depth=depth)
-            tried.append(prefix + layout.names["input_proj"])
-            read = {
-                name.removeprefix(prefix): tensors.get_tensor(name)
-                for _, tensors in _files(folder)
-                for name in tensors.keys()  # noqa: SIM118 - not a dict
-                if name.startswith(prefix)
-            }
-            if f"{layout.names['input_proj']}.weight" in read:
-                return layout, prefix, read
+        projection = layout.names["input_proj"]
+        for first, *others in map(prefixes, layout.prefixes):
+            tried.append(first + projection)
+            found = [(first, _tensors(folder, first))]
+            if f"{projection}.weight" not in found[0][1]:
+                continue
+            if first in others:
+                stated_as = f"{count} modules (num_nextn_predict_layers) with the names {first}*"
+                raise _refusal(stated_as, "one module: the names have no number, or drafter.num_modules=1")
+            for number, prefix in enumerate(others, 1):
+                found.append((prefix, _tensors(folder, prefix)))
+                if f"{projection}.weight" not in found[-1][1]:
+                    problem = f"{folder} lacks {prefix}{projection}.weight of module {number}"
+                    raise _refusal(problem, f"{count} modules (num_nextn_predict_layers), or num_modules={number}")
+            return layout, found
     raise _refusal(f"{folder} holds none of {', '.join(tried)}", "a target with an MTP module, or drafter.init=random")
+
+
+def _tensors(folder: Path, prefix: str) -> dict[str, Tensor]:
+    """Return the tensors with this prefix, by their names after it."""
+    return {
+        name.removeprefix(prefix): tensors.get_tensor(name)
+        for _, tensors in _files(folder)
+        for name in tensors.keys()  # noqa: SIM118 - not a dict
+        if name.startswith(prefix)
+    }
 
 
 def _folder(target: PreTrainedModel) -> Path:
@@ -294,22 +338,13 @@ def _swapped(layout: Layout, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_native(source: Source[Any]) -> Serving:
-    """Write the files of the target that contain its module, with the drafter's weights in place of the module's."""
-    layout, prefix, tensors = _find(source.target)
-    stored = frozenset(tensors)
-    body, options, weights = represented(source.target, layout, tensors)
-    state = source.drafter.body.state_dict().items()
-    own = {name: value.detach().cpu() for name, value in state if not name.startswith("vocabulary.")}
-    same = {name: value.shape for name, value in own.items()} == {name: value.shape for name, value in weights.items()}
-    mine = {name: True for name in OPTIONS if source.drafter.options().get(name)}
-    theirs = source.drafter.body.config
-    rope = (theirs.rope_parameters, theirs.model_type) == (body.rope_parameters, body.model_type)
-    source.require(same and mine == options and rope, "another shape than the target's module", "drafter.init=native")
-    if "target_norm" in options:
-        unchanged = torch.equal(own[LAST_NORM].to(weights[LAST_NORM].dtype), weights[LAST_NORM])
-        source.require(unchanged, "the norm after its layer is not the target's last norm", "a module of this target")
-    changed = _apart(layout.stored(_swapped(layout, own)), stored)
-    written = {prefix + name: value for name, value in changed.items()}
+    """Write the files of the target that contain its modules, with the drafter's weights in place of theirs."""
+    networks = source.drafter.networks
+    layout, found = _find(source.target, len(networks))
+    written: dict[str, Tensor] = {}
+    for network, (prefix, tensors) in zip(networks, found, strict=True):
+        changed = _changed(source, network, layout, tensors)
+        written |= {prefix + name: value for name, value in changed.items()}
     for file, held in _files(_folder(source.target)):
         names = list(held.keys())
         if written.keys().isdisjoint(names):
@@ -317,16 +352,34 @@ def write_native(source: Source[Any]) -> Serving:
         whole = {name: held.get_tensor(name) for name in names}
         whole |= {name: written[name].to(whole[name].dtype).contiguous() for name in names if name in written}
         save_file(whole, source.folder / file.name, metadata=held.metadata())
+    prefixes = ", ".join(f"{prefix}*" for prefix, _ in found)
     usage = "cp {folder}/*.safetensors TARGET_FOLDER/\n" + vllm_command(
         "TARGET_FOLDER", {"method": "mtp", **SAMPLED}, "{folder}", source.draft_length
     ).replace('"model": "{folder}", ', "")
     notes = [
-        f"TARGET_FOLDER is a copy of {source.target_name}: these are its files that contain the module ({prefix}*), "
+        f"TARGET_FOLDER is a copy of {source.target_name}: these are its files that contain the module ({prefixes}), "
         "with every other tensor unchanged, in the dtypes of the target's files.",
         "The state is the output of the target's last norm, in every step; engines feed later steps as they see fit.",
         *full_lm_head(source),
     ]
     return Serving("vLLM, SGLang or transformers", usage, notes=notes, port=8000, model="TARGET_FOLDER")
+
+
+def _changed(source: Source[Any], network: MtpNetwork, layout: Layout, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the network's weights by the names of `tensors`, those of the target's module."""
+    stored = frozenset(tensors)
+    body, options, weights = represented(source.target, layout, tensors)
+    state = network.state_dict().items()
+    own = {name: value.detach().cpu() for name, value in state if not name.startswith("vocabulary.")}
+    same = {name: value.shape for name, value in own.items()} == {name: value.shape for name, value in weights.items()}
+    mine = {name: True for name in OPTIONS if source.drafter.options().get(name)}
+    theirs = network.config
+    rope = (theirs.rope_parameters, theirs.model_type) == (body.rope_parameters, body.model_type)
+    source.require(same and mine == options and rope, "another shape than the target's module", "drafter.init=native")
+    if "target_norm" in options:
+        unchanged = torch.equal(own[LAST_NORM].to(weights[LAST_NORM].dtype), weights[LAST_NORM])
+        source.require(unchanged, "the norm after its layer is not the target's last norm", "a module of this target")
+    return _apart(layout.stored(_swapped(layout, own)), stored)
 
 
 def _refusal(problem: str, expected: str) -> ConfigError:

@@ -400,6 +400,7 @@ HEADS_OF_TARGETS: dict[str, dict[str, object]] = {
     "eagle3 of 3 tokens": {"draft_vocabulary": [1, 2, 4]},
     "mtp": {},
     "mtp of 3 tokens": {"draft_vocabulary": [0, 2, 4]},
+    "mtp of two modules": {"num_modules": 2},
     "peagle": {"num_tokens": 2},
     "dflash": {"block_size": 3},
     "dflash with Markov bias and confidence": {"block_size": 3, "markov_rank": 2, "confidence_head": True},

@@ -19,7 +19,7 @@ from parity.published_files import (
     speculators,
     written,
 )
-from recording import decoded_logits
+from recording import Planned, decoded_logits, planned_rounds
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -228,14 +228,15 @@ OWN_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_mixed(name: str, folder: Path) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """A tiny target with a module like its last layer, and the module's tensors by their names in the files.
+def make_mixed(name: str, folder: Path, modules: int = 1) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """A tiny target with modules like its last layer, and the modules' tensors by their names in the files.
 
     Matrices of experts are stored one by one.
     """
     kind, changes = OWN_LAYERS[name]
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | changes))
+    several = {"num_nextn_predict_layers": modules} if modules > 1 else {}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | changes | several))
     for part, value in model.named_parameters():
         value.data += 0.1 * torch.randn_like(value) if value.ndim == 1 else 0.2 * torch.randn_like(value)
         assert part
@@ -243,11 +244,13 @@ def make_mixed(name: str, folder: Path) -> tuple[PreTrainedModel, dict[str, Tens
     stored, last = load_file(folder / "model.safetensors"), f"model.layers.{DEPTH - 1}."
     layer = {part.removeprefix(last): value for part, value in stored.items() if part.startswith(last)}
     assert any("experts.3.up_proj" in part for part in layer)
-    prefix, inner = ("mtp.", "layers.0.") if name == "Qwen3-Next" else (f"model.layers.{DEPTH}.", "")
-    shapes: dict[str, tuple[int, ...]] = {prefix + inner + part: tuple(value.shape) for part, value in layer.items()}
-    names = THEIRS["Qwen3.5"] if name == "Qwen3-Next" else ("enorm", "hnorm", "shared_head.norm", "eh_proj")
-    shapes |= {f"{prefix}{root}.weight": (HIDDEN,) for root in names if root not in ("fc", "eh_proj")}
-    shapes |= {f"{prefix}{names[-1]}.weight": (HIDDEN, 2 * HIDDEN)}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for number in range(modules):
+        prefix, inner = ("mtp.", "layers.0.") if name == "Qwen3-Next" else (f"model.layers.{DEPTH + number}.", "")
+        shapes |= {prefix + inner + part: tuple(value.shape) for part, value in layer.items()}
+        names = THEIRS["Qwen3.5"] if name == "Qwen3-Next" else ("enorm", "hnorm", "shared_head.norm", "eh_proj")
+        shapes |= {f"{prefix}{root}.weight": (HIDDEN,) for root in names if root not in ("fc", "eh_proj")}
+        shapes |= {f"{prefix}{names[-1]}.weight": (HIDDEN, 2 * HIDDEN)}
     module = random_tensors(shapes, 3)
     write(folder, dict(module))
     model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager")  # others take no float64
@@ -260,11 +263,7 @@ def test_transformers_loads_the_same_module(name: str, tmp_path: Path) -> None:
     """One step of the MtpModel that transformers itself reads from the target's files."""
     target, _ = make_mixed(name, tmp_path / "t")
     drafter = load_drafter("native-mtp", target)
-    target.config.num_mtp_layers, target.config.mtp_layer_types = 1, ["full_attention"]
-    target.config.mtp_mlp_layer_types = ["sparse"]
-    if name != "Qwen3-Next":  # the patterns there have the number of layers of the published targets
-        target._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{DEPTH}\..*"]
-    model = MtpModel.from_pretrained(target).eval()
+    model = transformers_modules(target, 1)
     states = target(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states[-1]
     ids, places = torch.tensor([[*PROMPT[1:], DRAFTED[0]]]), torch.arange(len(PROMPT))[None]
     with torch.no_grad():
@@ -273,10 +272,49 @@ def test_transformers_loads_the_same_module(name: str, tmp_path: Path) -> None:
     assert (ours - theirs_TV[-1]).abs().max() < 1e-5 * ours.abs().max()
 
 
-@pytest.mark.parametrize("name", OWN_LAYERS)
-def test_layers_of_the_targets_own_class_train_as_they_decode(name: str, tmp_path: Path) -> None:
+def transformers_modules(target: PreTrainedModel, modules: int) -> MtpModel:
+    """The modules that transformers itself reads from the target's files."""
+    target.config.num_mtp_layers, target.config.mtp_layer_types = modules, ["full_attention"] * modules
+    target.config.mtp_mlp_layer_types = ["sparse"] * modules
+    # The patterns of transformers have the number of layers of the published targets.
+    target._keys_to_ignore_on_load_unexpected = [
+        r"^mtp.*",
+        *(rf"model\.layers\.{DEPTH + k}\..*" for k in range(modules)),
+    ]
+    return MtpModel.from_pretrained(target).eval()
+
+
+@pytest.mark.skipif(not hasattr(MtpModel, "forward_layer"), reason="transformers has another MtpModel")
+@torch.no_grad()
+@pytest.mark.parametrize("siblings", [False, True])
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "GLM-4.5"])
+def test_three_modules_draft_as_those_of_transformers(name: str, siblings: bool, tmp_path: Path) -> None:
+    """In three rounds of three texts at once: module k drafts token k, after any number of accepted ones."""
+    target, _ = make_mixed(name, tmp_path / "t", modules=3)
+    drafter = load_drafter("native-mtp", target).double()
+    model, target = transformers_modules(target, 3).double(), target.double()
+    assert drafter.max_draft_length == 3
+    prompts = [PROMPT[:2], PROMPT, PROMPT[1:5]]
+    wholes = [
+        target.generate(torch.tensor([p]), max_new_tokens=16, do_sample=False, eos_token_id=None) for p in prompts
+    ]
+    plans = [[0, 2, 3], [3, 1, 0], [1, 0, 2]]
+    policy = Planned([whole[0].tolist() for whole in wholes], plans, 3, siblings=siblings)
+    recorded = planned_rounds(drafter, target, prompts, policy)
+    assert {len(path) for _, path, _ in recorded} == {0, 1, 2}
+    for committed, path, logits_V in recorded:
+        states = target(torch.tensor([committed[:-1]]), output_hidden_states=True).hidden_states[-1]
+        for k in range(len(path) + 1):
+            ids, places = [*committed, *path][k + 1 :][: len(committed) - 1], torch.arange(k + 1, k + len(committed))
+            states = model.forward_layer(k, states, places[None], None, input_ids=torch.tensor([ids]))
+        theirs_V = target.lm_head(states[0, -1])
+        assert (logits_V - theirs_V).abs().max() < 1e-6 * theirs_V.abs().max()  # rotations are in float32
+
+
+@pytest.mark.parametrize(("name", "modules"), [*((name, 1) for name in OWN_LAYERS), ("DeepSeek-V3", 3)])
+def test_layers_of_the_targets_own_class_train_as_they_decode(name: str, modules: int, tmp_path: Path) -> None:
     """The training-time test gives the logits of decoding, and gradients reach every parameter."""
-    target, _ = make_mixed(name, tmp_path / "t")
+    target, _ = make_mixed(name, tmp_path / "t", modules)
     drafter = load_drafter("native-mtp", target).double()
     target = target.double()
     tokens = [*PROMPT, *DRAFTED]
@@ -372,11 +410,17 @@ def made(name: str, folder: Path) -> tuple[PreTrainedModel, set[str]]:
     if name == "Ernie 4.5":
         target, module = make_ernie(folder)
         return target, {*module}
+    if name.endswith(", 3 modules"):
+        target, module = make_mixed(name.removesuffix(", 3 modules"), folder, 3)
+        return target, {*module}
     target, module = (make_mixed if name in OWN_LAYERS else make_target)(name.removesuffix(", dense"), folder)
     return target, {part if name in OWN_LAYERS else theirs(name.removesuffix(", dense"), part) for part in module}
 
 
-@pytest.mark.parametrize("name", ["MiMo", "DeepSeek's names", "Qwen3.5", "GLM-4.5, dense", *OWN_LAYERS, "Ernie 4.5"])
+@pytest.mark.parametrize(
+    "name",
+    ["MiMo", "DeepSeek's names", "Qwen3.5", "GLM-4.5, dense", *OWN_LAYERS, "Ernie 4.5", "DeepSeek-V3, 3 modules"],
+)
 def test_files_come_back_and_tuned_ones_hold_the_next_module(name: str, tmp_path: Path) -> None:
     """Read, saved as ours, loaded and written: the same file. With other weights, the module's tensors alone change."""
     target, module = made(name, tmp_path / "t")
@@ -418,14 +462,14 @@ def test_modules_of_other_shapes_or_norms_are_not_written(tmp_path: Path) -> Non
         export_drafter(plain, target, "native", tmp_path / "2", target_name="org/target")
 
 
-@pytest.mark.parametrize("name", mostly_slow([*OWN_LAYERS, "Ernie 4.5"], "Qwen3-Next"))
+@pytest.mark.parametrize("name", mostly_slow([*OWN_LAYERS, "Ernie 4.5", "DeepSeek-V3, 3 modules"], "Qwen3-Next"))
 def test_memory_counts_the_layer_that_the_files_have(name: str, tmp_path: Path) -> None:
     """The estimate reads no files; a published module has experts where its target has, and Ernie's has none."""
-    target = make_ernie(tmp_path)[0] if name == "Ernie 4.5" else make_mixed(name, tmp_path)[0]
-    body = load_drafter("native-mtp", target).body
+    target, _ = made(name, tmp_path)
+    drafter = load_drafter("native-mtp", target)
     values = {"name": "m", "output": "m", "drafter": {"type": "mtp", "init": "native"}}
     estimate = estimate_memory(parse_recipe(values, "test"), target.config)
-    assert estimate.drafter == sum(value.nbytes for value in [*body.parameters(), *body.buffers()])
+    assert estimate.drafter == sum(value.nbytes for value in [*drafter.parameters(), *drafter.buffers()])
 
 
 PLACE = f"model.layers.{DEPTH}."
@@ -454,6 +498,33 @@ def test_modules_that_cannot_be_represented_are_refused(name: str, tmp_path: Pat
     changes, message = REFUSED[name]
     write(tmp_path / "t", changes)
     with pytest.raises(ConfigError, match=message):
+        load_drafter("native-mtp", target)
+
+
+def test_several_modules_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    target, _ = make_mixed("DeepSeek-V3", tmp_path / "t", modules=2)
+    with pytest.raises(ConfigError, match=r"drafter.num_modules=3; expected at most the 2 of the target's checkpoint"):
+        Mtp.from_target(target, init="native", num_modules=3)
+    target.config.num_nextn_predict_layers = 3
+    missing = rf"lacks model.layers.{DEPTH + 2}.eh_proj.weight of module 2; expected 3 modules .*, or num_modules=2"
+    with pytest.raises(ConfigError, match=missing):
+        load_drafter("native-mtp", target)
+    first = Mtp.from_target(target, init="native", num_modules=1)  # which then drafts every token
+    assert first.max_draft_length is None
+    tensors = load_file(tmp_path / "t" / "model.safetensors")
+    own = export_drafter(first, target, "native", tmp_path / "1", target_name="org/target").folder
+    written = load_file(own / "model.safetensors")
+    assert all(torch.equal(value, written[part]) for part, value in tensors.items())
+    target.config.num_nextn_predict_layers = 2
+    write(tmp_path / "t", {f"model.layers.{DEPTH + 1}.mlp.gate.weight": None})
+    with pytest.raises(ConfigError, match=r"tensor mlp.gate.weight is missing; expected \[4, 32\]"):
+        load_drafter("native-mtp", target)
+    target.config.num_nextn_predict_layers = "2"
+    with pytest.raises(ConfigError, match=r"num_nextn_predict_layers='2' in the target's config; expected 0 to 64"):
+        load_drafter("native-mtp", target)
+    target, _ = make_target("Qwen3.5", tmp_path / "q")
+    target.config.num_nextn_predict_layers = 2
+    with pytest.raises(ConfigError, match=r"2 modules .* with the names mtp\.\*; expected one module"):
         load_drafter("native-mtp", target)
 
 

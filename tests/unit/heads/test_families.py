@@ -49,6 +49,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3 in a window": ("eagle3", {"window": 3}),
     "mtp": ("mtp", {}),
     "mtp, 32 tokens": ("mtp", {"draft_vocabulary": EVEN}),
+    "mtp of 3 modules": ("mtp", {"num_modules": 3, "draft_vocabulary": EVEN}),
     "peagle": ("peagle", {"num_tokens": 3, "draft_vocabulary": EVEN}),
     "peagle in a window": ("peagle", {"num_tokens": 3, "window": 3}),
     "dflash": ("dflash", {"block_size": 4}),
@@ -87,6 +88,7 @@ ONE_OF_EACH = (
     *("draft_model pruned", "draft_model of another kind", "medusa, 32 tokens", "hydra++", "mlp_speculator", "eagle"),
     *("eagle3, 32 tokens", "eagle3.1", "eagle3 in windows", "mtp, 32 tokens", "peagle", "dspark, recurrent"),
     *("dflash in a window, not causal", "dflash from the anchor", "dflash2"),
+    "mtp of 3 modules",
 )
 """They stand for all families where whole texts are decoded, in `make test`."""
 PROMPTS = [[5, 9, 33, 2, 5, 9], [7], [40, 3]]

@@ -22,7 +22,7 @@ STARTED = {
         name: FAMILIES[name]
         for name in (
             *("medusa", "medusa, 32 tokens", "hydra", "hydra++", "mlp_speculator", "eagle", "hass", "eagle3"),
-            *("eagle3, 32 tokens", "eagle3.1", "mtp", "peagle", "dflash", "dflash, 32 tokens"),
+            *("eagle3, 32 tokens", "eagle3.1", "mtp", "mtp of 3 modules", "peagle", "dflash", "dflash, 32 tokens"),
         )
     },
     "mlp_speculator, narrow": ("mlp_speculator", {"inner_size": 16, "tie_weights": False}),

@@ -24,6 +24,7 @@ FAMILIES = {
     "eagle3": {"train_steps": 4},
     "eagle3, 32 tokens": {"train_steps": 4, "draft_vocabulary": list(range(0, 64, 2))},
     "mtp": {"train_steps": 4},
+    "mtp, modules": {"num_modules": 4},
     "peagle": {"num_tokens": 5},
     "peagle, one token": {"num_tokens": 1},
     "dflash": {"block_size": 5},

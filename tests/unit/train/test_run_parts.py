@@ -29,6 +29,7 @@ DRAFTERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("eagle", {}, {}),
     ("eagle3", {"layers": [1, 2], "draft_vocab_size": 32}, {"draft_vocabulary": KEPT}),
     ("mtp", {}, {}),
+    ("mtp", {"num_modules": 2}, {}),
     ("mtp", {"draft_vocab_size": 32}, {"draft_vocabulary": KEPT}),
     ("hass", {"draft_vocab_size": 32}, {"draft_vocabulary": KEPT}),
     ("eagle3", {"layers": [1, 2], "lm_head": "frozen"}, {}),
