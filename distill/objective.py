@@ -9,7 +9,7 @@ the backward pass would save as much memory and cost another forward pass of bot
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -245,11 +245,10 @@ class Objective:
         """
         entry = some.position.entry
         compared = target.compare(student_ND, some.rows_n, entry)
-        if compared.p is not None:
-            kl_N, alpha_N = forward_kl_and_alpha(compared.q_ND, compared.p, self.temperature)
-            loss_N = self.terms["kl"] * kl_N
-        else:
-            loss_N, alpha_N = self._compared(compared, weight_n is not None, last_alpha)
+        loss_N, alpha_N = self._compared(compared, weight_n is not None, last_alpha)
+        if entry.base_head is not None:
+            base = target.compare(student_ND, some.rows_n, replace(entry, head=entry.base_head))
+            loss_N = loss_N + self._compared(base, False, last_alpha)[0]
         sums.add(some.k, alpha_N.detach(), compared)
         if self.feature_weight and entry.regresses:
             teacher_ND = compared.known.hidden_NH.to(student_ND.dtype)
@@ -267,6 +266,9 @@ class Objective:
 
     def _compared(self, compared: Compared, differentiable: bool, last_alpha: float) -> tuple[Tensor, Tensor]:
         """Return the weighted terms [N] and alpha [N]."""
+        if compared.p is not None:
+            kl_N, alpha_N = forward_kl_and_alpha(compared.q_ND, compared.p, self.temperature)
+            return self.terms["kl"] * kl_N, alpha_N
         rows, label_rows_N = compared.rows(), draft_rows(compared.known.labels_N, compared.vocabulary_D)
         inputs = LossInputs(*rows, compared.target_argmax_N, label_rows_N, last_alpha)
         loss_N = torch.zeros_like(rows[1][:, 0])

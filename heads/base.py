@@ -216,6 +216,8 @@ class DraftStates:
     """The token of each row of the head; None for the target's whole vocabulary."""
     drafting_head: Callable[[Tensor], Tensor] | None = None
     """Maps states to the logits of decoding, where these differ from the head's: it draws from candidates only."""
+    base_head: Callable[[Tensor], Tensor] | None = None
+    """Maps states to logits that are trained as well as those of the head; they give the candidates."""
     regresses: bool = False
     """The state itself predicts the target's final hidden state at that position."""
     confidence: Callable[[Tensor], Tensor] | None = None

@@ -218,6 +218,22 @@ class DFlashSection(WindowOption):
     """DFlash 2: rank of the scores of candidates by the token before and the state, as published 256; 0 for none."""
     selector_top_k: Count = 16
     """DFlash 2: number of candidates, the most likely tokens of each position; only they are drafted."""
+    lilicorr_candidate_topk: Annotated[Whole, Field(ge=0)] = 0
+    """LiLiCorr: number of candidates of each position, as published 8; 0 for none. SGLang needs a power of two."""
+    lilicorr_hidden_size: Whole = 1024
+    """LiLiCorr: width of the layers over all candidates of a block; 0 for the target's."""
+    lilicorr_num_layers: Depth = 2
+    """LiLiCorr: number of these layers."""
+    lilicorr_num_heads: Count = 8
+    """LiLiCorr: attention heads of these layers."""
+    lilicorr_mlp_ratio: Annotated[Number, Field(gt=0)] = 2.0
+    """LiLiCorr: width of their MLPs relative to theirs."""
+    lilicorr_factor_dim: Count = 1024
+    """LiLiCorr: size of the vectors whose products are the scores."""
+    lilicorr_vector_eps: Annotated[Number, Field(gt=0)] = 1e-4
+    """LiLiCorr: least norm by which these vectors are divided."""
+    lilicorr_logit_scale: Annotated[Number, Field(gt=0)] = 8.0
+    """LiLiCorr: factor of the scores."""
 
 
 @dataclass(frozen=True)

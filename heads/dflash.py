@@ -10,9 +10,9 @@
 
 With `sample_from_anchor`, every position predicts the token after it: the anchor's d1, the last mask's d4.
 
-Chen et al. 2026 (DFlash), arXiv:2602.06036. With `markov_rank` (DSpark) or `selector_rank` (DFlash 2), logits depend on
-the token before, see `transitions`; DFlash 2 has convolutions in its layers, too. DSpark's `confidence_head` predicts
-the probability that each token is accepted, which can end a draft.
+Chen et al. 2026 (DFlash), arXiv:2602.06036. With `markov_rank` (DSpark), `selector_rank` (DFlash 2) or
+`lilicorr_candidate_topk` (LiLiCorr), logits depend on the token before, see `transitions`. DFlash 2 has convolutions in
+its layers, too. DSpark's `confidence_head` predicts the probability that each token is accepted, which can end a draft.
 """
 
 from collections.abc import Sequence
@@ -26,15 +26,17 @@ from transformers import LlamaConfig, PreTrainedModel
 from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import NetworkDrafter
 from draftsmith.heads.base import Context, DraftStates, Level, TeacherSignals
-from draftsmith.heads.block_network import AnchoredBlocks, DFlashNetwork, Visibility
+from draftsmith.heads.block_network import QUERIES, AnchoredBlocks, DFlashNetwork, Visibility
 from draftsmith.heads.eagle3 import default_mask_token
 from draftsmith.heads.hidden_states import positions_like
 from draftsmith.heads.initial_weights import best_state, copied_share, final_states_of, silence, typical_sizes
+from draftsmith.heads.lattice import DEFAULTS as LILICORR
+from draftsmith.heads.lattice import LatticeReranker
 from draftsmith.heads.layers import layer_config
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.model_config import text_config
 from draftsmith.heads.rows import Counts
-from draftsmith.heads.transitions import CandidateSelector, Kind, MarkovBias, Transitions
+from draftsmith.heads.transitions import Block, CandidateSelector, Kind, MarkovBias, Transitions
 
 # Shapes: B rows, T positions, F size of the features, A anchors, b block size, K draft positions (b, or b - 1 where the
 # anchor's position predicts nothing), S keys, H hidden size, h heads, d head size, V vocabulary, D draft vocabulary.
@@ -72,6 +74,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         selector_rank: int = 0,
         selector_top_k: int = 16,
         mask_token: int | None = None,
+        **lilicorr: Any,
     ) -> None:
         """See `from_target` and `Visibility`; `mask_token`: the one whose embedding the mask has, None if trained."""
         first, depth = 0 if sample_from_anchor else 1, body.num_hidden_layers
@@ -82,8 +85,14 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             raise ConfigError.of("conv_kernel_size", conv_kernel_size, f"at most the block size {block_size}")
         if conv_kernel_size and body.hidden_size % conv_group_size:
             raise ConfigError.of("conv_group_size", conv_group_size, f"a divisor of the width {body.hidden_size}")
+        candidates = lilicorr.get("lilicorr_candidate_topk", 0)
         if markov_rank and selector_rank:
             raise ConfigError.of("selector_rank", selector_rank, "0 with a markov_rank")
+        if candidates and (markov_rank or selector_rank or sample_from_anchor or draft_vocab_size):
+            others = "markov_rank, selector_rank, sample_from_anchor or draft_vocab_size"
+            raise ConfigError.of("lilicorr_candidate_topk", candidates, f"0 with {others}")
+        if candidates > body.vocab_size:
+            raise ConfigError.of("lilicorr_candidate_topk", candidates, f"at most the {body.vocab_size} tokens")
         self.convolution = (conv_kernel_size, conv_group_size) if conv_kernel_size else None
         sees = Visibility(seen, causal_windows, causal, windows_from_anchor)
         options: dict[str, Any] = {"sinks": attention_sinks, "plain_target": plain_target}
@@ -99,13 +108,16 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             raise ConfigError.of("selector_top_k", selector_top_k, f"at most the {outputs} tokens that it drafts")
         selecting = (body.vocab_size, selector_rank, outputs, body.hidden_size, selector_top_k)
         self.selector = CandidateSelector(*selecting) if selector_rank else None
+        named = {key.removeprefix("lilicorr_"): value for key, value in lilicorr.items()}
+        lattice = (body.hidden_size, block_size, body.rms_norm_eps)
+        self.lilicorr = LatticeReranker(*lattice, **named) if candidates else None
         self.confidence = nn.Linear(body.hidden_size + markov_rank, 1) if confidence_head else None
         self.max_draft_length = block_size - first
 
     @property
     def transitions(self) -> Transitions | None:
         """The dependence of logits on the token before; None where q depends on the committed text alone."""
-        return self.markov or self.selector
+        return self.markov or self.selector or self.lilicorr
 
     @classmethod
     def from_target(
@@ -215,6 +227,10 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             "confidence_head": self.confidence is not None,
             "conv_kernel_size": 0 if self.convolution is None else self.convolution[0],
             "conv_group_size": 16 if self.convolution is None else self.convolution[1],
+            **{
+                f"lilicorr_{key}": value
+                for key, value in (self.lilicorr.options if self.lilicorr else LILICORR).items()
+            },
             "selector_rank": 0 if self.selector is None else self.selector.predecessor_codebook.shape[1],
             "selector_top_k": 16 if self.selector is None else self.selector.top_k,
             "mask_token": self.mask_token,
@@ -232,8 +248,18 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         self._before_Bn = self.context.last_tokens_B1
         # The network reads the anchor, the first token of the block; masks take the other slots.
         block_Bb = nn.functional.pad(self._before_Bn, (0, self.block_size - 1))
-        self._logits_BKD = self._runner.block(block_Bb, self.context.take_features(counts), counts)
+        features_BCF = self.context.take_features(counts)
+        self._logits_BKD = self._runner.block(block_Bb, features_BCF, counts)
         self._states_BKH = self._runner.states
+        if self.transitions is not None:
+            last, best = partial(self._last, features_BCF, counts), partial(best_tokens, self._logits_BKD)
+            self._start_B1r = self.transitions.begin(Block(self._states_BKH, last, best, self.body.embed))[:, None]
+
+    def _last(self, features_BCF: Tensor, counts: Counts) -> Tensor:
+        """Return the last features [B, H] of each text, projected."""
+        last_B11 = (counts.on_device_B - 1).clamp_min(0)[:, None, None]
+        last_BF = features_BCF.gather(1, last_B11.expand(-1, 1, features_BCF.shape[2]))[:, 0]
+        return self.body.project(last_BF.to(self.body.dtype))
 
     def begin(self, rows: list[int]) -> Tensor:
         texts, counts = self.context.texts, [0] * len(self.context.texts)
@@ -243,7 +269,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             self._read(counts)
         self._depth = 0
         if self.transitions is not None:
-            self._carried_Bnr = self.transitions.begin(self._states_BKH[:, :1])
+            self._carried_Bnr = self._start_B1r
         return self._walked()[:, 0]
 
     def extend(self, level: Level) -> Tensor:
@@ -292,7 +318,11 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         states_BXH = body.step(embeds_BXH, None, body.rotary(embeds_BXH, positions_BAb.flatten(1)), attend)
         states_BAbH = states_BXH.unflatten(1, (-1, size))
         tokens, unrolled = None if body.vocabulary is None else body.vocabulary.tokens_D, []
-        carried = None if self.transitions is None else self.transitions.begin(states_BAbH[:, :, 0])
+        carried = None
+        if self.transitions is not None:
+            states_BAKH, before_BA1 = states_BAbH[:, :, body.first :], (chosen_BA - 1).clamp_min(0)[..., None]
+            last, best = partial(context_BTH.gather, 1, before_BA1.expand_as(states_BAKH[:, :, 0])), self._best
+            carried = self.transitions.begin(Block(states_BAKH, last, partial(best, states_BAKH), body.embed))
         for k in range(self.steps):
             towards_BA = torch.where((anchors_BA >= 0) & (anchors_BA + k + 1 < T), anchors_BA + k, -1)
             if documents_BT is not None:
@@ -310,6 +340,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
                     T,
                     self._logits_of,
                     drafting_head=partial(self._logits_of, walks=True),
+                    base_head=None if self.lilicorr is None else self._base_logits,
                     vocabulary_D=tokens,
                     confidence=None if self.confidence is None else self._confidence_logits,
                     head_parameters=self._head_parameters(),
@@ -317,10 +348,22 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             )
         return unrolled
 
+    @torch.no_grad()
+    def _best(self, states_BAKH: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return `best_tokens` of states, whose logits are not all in memory at a time."""
+        parts = [best_tokens(self.body.head(part_nH), k) for part_nH in states_BAKH.flatten(0, -2).split(QUERIES)]
+        log_probs_nk, tokens_nk = (
+            torch.cat(part).view(*states_BAKH.shape[:-1], k) for part in zip(*parts, strict=True)
+        )
+        return log_probs_nk, tokens_nk
+
+    def _base_logits(self, states_nX: Tensor) -> Tensor:
+        """Map states of an unrolled position to logits [n, D] without transitions."""
+        return self.body.head(states_nX[..., : self.body.config.hidden_size])
+
     def _logits_of(self, states_nX: Tensor, walks: bool = False) -> Tensor:
         """Map states of an unrolled position, and values of its transitions, to logits [n, D]."""
-        hidden = self.body.config.hidden_size
-        logits_nD = self.body.head(states_nX[..., :hidden])
+        hidden, logits_nD = self.body.config.hidden_size, self._base_logits(states_nX)
         return logits_nD if self.transitions is None else self.transitions(logits_nD, states_nX[..., hidden:], walks)
 
     def _confidence_logits(self, states_nD: Tensor) -> Tensor:
@@ -344,6 +387,13 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         order_BT = torch.rand(mask_BT.shape, device=mask_BT.device).masked_fill(~known_BT, 2.0)
         best = order_BT.topk(max(1, min(self.anchors, most)), largest=False)
         return torch.where(best.values < 2.0, best.indices, -1)
+
+
+def best_tokens(logits_nD: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities, at least in float32, and tokens of the k best, [n, k]."""
+    best_nk, tokens_nk = logits_nD.topk(k)
+    exact = torch.promote_types(logits_nD.dtype, torch.float32)
+    return best_nk.to(exact) - logits_nD.to(exact).logsumexp(-1, keepdim=True), tokens_nk
 
 
 def five_depths(target: PreTrainedModel) -> tuple[int, ...]:

@@ -9,27 +9,41 @@ exact on chains and trees, and a point mass at temperature 0.
     drafter    candidates          score of token b after token a, with h the state of b's position
     DSpark     the vocabulary      U(b) + <W2[b], l(a, h)>
     DFlash 2   the k best by U     U(b) + <A[a] * P h, B[b]>
+    LiLiCorr   the k best by U     <out_a, in_b>, see `lattice`
 
-A new kind of transitions is a subclass here, and an option of `DFlash`.
+A new kind of transitions is a subclass of these, and an option of `DFlash`.
 """
 
 from abc import ABC, abstractmethod
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-# Shapes: n nodes or positions, r rank, H hidden size, D logits, X values that scores read.
+# Shapes: n nodes, positions or blocks, K positions of a block, k candidates, r rank, H or M hidden size, D logits, X
+# values that scores read.
 
 Kind = Literal["vanilla", "gated", "rnn"]
+
+
+class Block(NamedTuple):
+    """Blocks before their walks."""
+
+    states_nKM: Tensor
+    features: Callable[[], Tensor]
+    """Returns the target's features of the last token that has some, projected, [n, M]."""
+    best: Callable[[int], tuple[Tensor, Tensor]]
+    """Returns log-probabilities and tokens [n, K, k] of the k best tokens by the states, the best first."""
+    embed: Callable[[Tensor], Tensor]
 
 
 class Transitions(nn.Module, ABC):
     """Scores of the tokens of a position by the token before it."""
 
     @abstractmethod
-    def begin(self, states_nH: Tensor) -> Tensor:
-        """Return what the first position of blocks receives from the positions before it, [n, ...]."""
+    def begin(self, block: Block) -> Tensor:
+        """Return what the first position of blocks receives, [n, ...]."""
 
     @abstractmethod
     def read(self, carried_nr: Tensor, before_n: Tensor, states_nH: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,12 +71,17 @@ class CandidateTransitions(Transitions):
         super().__init__()
         self.top_k = top_k
 
+    def candidates(self, logits_nD: Tensor, values_nX: Tensor) -> Tensor:
+        """Return the candidates [n, k], which are rows of the logits."""
+        return logits_nD.topk(self.top_k).indices
+
     @abstractmethod
     def scores(self, unary_nk: Tensor, candidates_nk: Tensor, values_nX: Tensor) -> Tensor:
         """Return the scores [n, k] of candidates, whose logits by the states are `unary_nk`."""
 
     def forward(self, logits_nD: Tensor, values_nX: Tensor, walks: bool = False) -> Tensor:
-        unary_nk, candidates_nk = logits_nD.topk(self.top_k)
+        candidates_nk = self.candidates(logits_nD, values_nX)
+        unary_nk = logits_nD.expand(*candidates_nk.shape[:-1], -1).gather(-1, candidates_nk)
         scores_nk = self.scores(unary_nk, candidates_nk, values_nX)
         if not walks:
             scores_nk = scores_nk + unary_nk.logsumexp(-1, keepdim=True) - scores_nk.logsumexp(-1, keepdim=True)
@@ -83,8 +102,8 @@ class CandidateSelector(CandidateTransitions):
         self.successor_codebook = nn.Parameter(torch.zeros(outputs, rank))
         self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
 
-    def begin(self, states_nH: Tensor) -> Tensor:
-        return states_nH[..., :0]
+    def begin(self, block: Block) -> Tensor:
+        return block.states_nKM[..., 0, :0]
 
     def read(self, carried_nr: Tensor, before_n: Tensor, states_nH: Tensor) -> tuple[Tensor, Tensor]:
         return self.predecessor_codebook[before_n] * self.hidden_projection(states_nH), carried_nr
@@ -115,8 +134,8 @@ class MarkovBias(Transitions):
         self.joint_proj = nn.Linear(hidden_size + 2 * rank, 3 * rank) if kind == "rnn" else None
         nn.init.zeros_(self.markov_w2.weight)
 
-    def begin(self, states_nH: Tensor) -> Tensor:
-        return states_nH.new_zeros(*states_nH.shape[:-1], self.markov_w2.in_features)
+    def begin(self, block: Block) -> Tensor:
+        return block.states_nKM.new_zeros(*block.states_nKM.shape[:-2], self.markov_w2.in_features)
 
     def read(self, carried_nr: Tensor, before_n: Tensor, states_nH: Tensor) -> tuple[Tensor, Tensor]:
         """Return e, which confidence heads read, and l where it is another; only `rnn` carries a state."""

@@ -1,5 +1,5 @@
-"""Published block drafters, DFlash, DFlash 2 and DSpark: the layouts of vLLM's speculators, of z-lab (also of SpecForge
-and SGLang) and of DeepSpec. The writer of speculators' layout is in `speculators`.
+"""Published block drafters, DFlash, DFlash 2, LiLiCorr and DSpark: the layouts of vLLM's speculators, of z-lab (also of
+SpecForge and SGLang) and of DeepSpec. The writer of speculators' layout is in `speculators`.
 
     layout        layer ids k             first predicting position    embeddings and lm_head    windows
     speculators   `hidden_states[k]`      by `sample_from_anchor`      stored; D <= V rows       from the anchor
@@ -34,12 +34,13 @@ from draftsmith.heads.formats.common import (
 from draftsmith.heads.formats.published import LARGE, POSITIVE, Published, Recorded
 from draftsmith.heads.formats.speculators import (
     DFLASH2,
+    LILICORR,
     block_tensors,
-    dflash2_fields,
     mask_token_of,
     require_plain_target,
     trained_mask_note,
     vllm_kind,
+    walk_fields,
     write_dflash_speculator,
 )
 from draftsmith.heads.layers import windows_of
@@ -58,6 +59,10 @@ PLAIN = {"output_multiplier": 1.0, "input_embedding_scale": 1.0}
 PLAIN |= {"attention_value_scale": 1.0, "final_logit_softcapping": 0.0, "rope_is_neox_style": True}
 PLAIN |= {"conv_kernel_size": None, "selector_rank": None, "use_correction_target_fusion": False}
 """Keys of flat layouts that change a drafter's numbers, with the values that leave them as here."""
+
+
+WALKS = {DFLASH2[0]: "DFlash2DraftModel", LILICORR[0]: "LiLiCorrDraftModel"}
+"""The class of a drafter by the first of its `walk_fields`."""
 
 
 def read_speculators_block(published: Published) -> DFlash:
@@ -83,12 +88,11 @@ def read_speculators_block(published: Published) -> DFlash:
         layers=published.layers("aux_hidden_state_layer_ids", config.get("aux_hidden_state_layer_ids")),
         anchored=anchored or False,
         sees={"windows": windows, "causal_windows": causal or not any(windows)},
-        dflash2=kind == "dflash2",
     )
 
 
 def read_zlab(published: Published) -> DFlash:
-    """Read DFlash or DFlash 2 in z-lab's layout, whose `dflash_config` wins over keys of the same name beside it.
+    """Read DFlash, DFlash 2 or LiLiCorr in z-lab's layout, whose `dflash_config` wins over equal keys beside it.
 
     NVIDIA's DSpark names itself in `projector_type` only, and always predicts from the anchor.
     """
@@ -99,7 +103,7 @@ def read_zlab(published: Published) -> DFlash:
     depth = published.text.num_hidden_layers
     published.allow("num_target_layers", config.get("num_target_layers", depth), (depth,))
     body, sees = _flat_body(published, config)
-    published.allow("projector_type", config.get("projector_type"), (None, "dflash"))
+    published.allow("projector_type", config.get("projector_type"), (None, "dflash", "lilicorr"))
     for key in ("training_mode", "loss_type"):  # D2SD's second drafter
         if config.get(key) == "vp_drafter":
             raise published.refusal(
@@ -113,7 +117,6 @@ def read_zlab(published: Published) -> DFlash:
         layers=published.layers("target_layer_ids", config.get("target_layer_ids"), 1),
         anchored=config.get("sample_from_anchor", False),
         sees=sees,
-        dflash2=_is_dflash2(config),
     )
 
 
@@ -137,8 +140,32 @@ def read_deepspec(published: Published) -> DFlash:
     return _read(published, config, body, layers=layers, anchored=anchored, sees=sees)
 
 
-def _is_dflash2(config: Recorded) -> bool:
-    return "DFlash2DraftModel" in (config.get("architectures") or ())
+def _walk_keys(config: Recorded) -> tuple[str, ...]:
+    """Return the keys that DFlash 2 or LiLiCorr must have."""
+    named = config.get("architectures") or ()
+    if config.get("speculators_model_type") == "dflash2" or "DFlash2DraftModel" in named:
+        return DFLASH2
+    convolved = any(config.get(key) for key in DFLASH2[:2])
+    return (*LILICORR, *(DFLASH2[:2] if convolved else ())) if "LiLiCorrDraftModel" in named else ()
+
+
+def _walk_options(published: Published, config: Recorded, body: LlamaConfig, block_size: int) -> dict[str, Any]:
+    """Return the options of DFlash 2 or LiLiCorr; ConfigError for missing or wrong values."""
+    V, H = body.vocab_size, body.hidden_size
+    allowed: dict[str, range | tuple[int, ...]]
+    allowed = {"conv_kernel_size": range(1, block_size + 1), "selector_top_k": range(1, V + 1)}
+    allowed["conv_group_size"] = tuple(n for n in range(1, H + 1) if H % n == 0)
+    allowed[LILICORR[0]] = tuple(2**n for n in range(V.bit_length()) if 2**n <= V)
+    allowed["lilicorr_hidden_size"] = range(LARGE + 1)
+    options = {}
+    for key in _walk_keys(config):
+        value, numbers = config.get(key), ("lilicorr_mlp_ratio", "lilicorr_vector_eps", "lilicorr_logit_scale")
+        if key in numbers:
+            fits = type(value) in (int, float) and 0 < value < LARGE
+            options[key] = published.allow(key, value, (value,) if fits else ("a positive number",))
+        else:
+            options[key] = published.allow(key, value, allowed.get(key, POSITIVE))
+    return options
 
 
 def read_muse_glimmer(published: Published) -> DFlash:
@@ -208,7 +235,7 @@ def _flat_body(published: Published, config: Recorded) -> tuple[LlamaConfig, dic
     dflash 0.1.0 (z-lab), nvidia-modelopt 0.47.0, vLLM 0.33 and SGLang agree on what they read of these.
     """
     for key, plain in PLAIN.items():
-        if not (_is_dflash2(config) and key in DFLASH2):
+        if key not in _walk_keys(config):
             published.allow(key, config.get(key), (None, plain))
     fields, block, depth = dict(published.config), config.get("block_size"), published.config.get("num_hidden_layers")
     size = config.get("swa_window_size")
@@ -239,15 +266,14 @@ def _flat_body(published: Published, config: Recorded) -> tuple[LlamaConfig, dic
 
 def _read(
     published: Published,
-    config: dict[str, Any],
+    config: Recorded,
     body: LlamaConfig,
     *,
     layers: tuple[int, ...],
     anchored: Any,
     sees: dict[str, Any],
-    dflash2: bool = False,
 ) -> DFlash:
-    """Return the drafter that `config` and the tensors describe; `dflash2`: with the keys of DFlash 2."""
+    """Return the drafter that `config` and the tensors describe."""
     published.drop_zero_biases()
     tensors, V = published.tensors, body.vocab_size
     D = published.allow("draft_vocab_size", config.get("draft_vocab_size") or V, range(1, V + 1))
@@ -267,10 +293,6 @@ def _read(
     mask_token = published.allow("mask_token_id", config.get("mask_token_id"), range(V))
     tensors["mask_embedding"], trained = _mask_embedding(published, mask_token)
     block_size = published.allow("block_size", config.get("block_size"), POSITIVE[1:])
-    allowed: dict[str, range | tuple[int, ...]]
-    allowed = {"conv_kernel_size": range(1, block_size + 1), "selector_top_k": range(1, D + 1)}
-    allowed["conv_group_size"] = tuple(n for n in range(1, body.hidden_size + 1) if body.hidden_size % n == 0)
-    options = {key: published.allow(key, config.get(key), allowed.get(key, POSITIVE)) for key in DFLASH2 if dflash2}
     drafter = DFlash(
         body,
         layers=layers,
@@ -284,7 +306,7 @@ def _read(
         markov_type=kind,
         confidence_head=published.allow("enable_confidence_head", confident, BOTH),
         mask_token=None if trained else mask_token,
-        **options,
+        **_walk_options(published, config, body, block_size),
     )
     inside = re.compile(r"^(body\.vocabulary|body|markov|selector)\.")
     published.fill(drafter, lambda name: inside.sub("", name).replace("confidence.", "proj."))
@@ -316,11 +338,11 @@ def write_dflash_for_vllm(source: Source[DFlash]) -> Serving:
     """Write the layout of speculators; for attention that it cannot hold that of z-lab and NVIDIA, or DeepSpec's."""
     drafter, sees = source.drafter, source.drafter.body.sees
     sinks = {"attention_sink_bias": True} if drafter.body.sinks(0) is not None else {}
-    if not sinks and not sees.causal and (sees.from_anchor or not any(sees.windows)):
+    if not drafter.lilicorr and not sinks and not sees.causal and (sees.from_anchor or not any(sees.windows)):
         return write_dflash_speculator(source)
     kind, (mask_token, embeddings), anchored = vllm_kind(source), mask_token_of(source), drafter.body.first == 0
     own, named = _attention_fields(source), {**_layer_fields(source), "mask_token_id": mask_token}
-    second, architecture = dflash2_fields(source), "Qwen3DSparkModel" if kind == "dspark" else "DFlashDraftModel"
+    second, architecture = walk_fields(source), "Qwen3DSparkModel" if kind == "dspark" else "DFlashDraftModel"
     if kind == "dspark":
         own |= {**named, **_dspark_fields(drafter), "dflash_config": sinks}
         own |= {"sample_from_anchor": anchored, "dspark_bonus_anchor": not anchored}
@@ -328,7 +350,7 @@ def write_dflash_for_vllm(source: Source[DFlash]) -> Serving:
         own |= {"dflash_config": named | sinks | second}
     if drafter.body.lm_head is not None:
         own["draft_vocab_size"] = drafter.draft_vocab_size or drafter.vocab_size
-    _write_flat(source, "DFlash2DraftModel" if second else architecture, own, embeddings)
+    _write_flat(source, WALKS.get(next(iter(second), ""), architecture), own, embeddings)
     return on_vllm(source, kind, [trained_mask_note(mask_token)] if embeddings else [])
 
 
@@ -338,7 +360,7 @@ def write_dflash_for_sglang(source: Source[DFlash]) -> Serving:
     SGLang uses the target's embeddings and lm_head for both.
     """
     drafter, dtype, named, own = source.drafter, name_of(source.dtype), _flat_fields(source), _attention_fields(source)
-    second = dflash2_fields(source)
+    second = walk_fields(source)
     if drafter.body.first == 0:
         shared = {
             "embed_tokens": source.target.get_input_embeddings(),
@@ -351,7 +373,7 @@ def write_dflash_for_sglang(source: Source[DFlash]) -> Serving:
         note = "A block of DSpark drafts as many tokens as it is long. SGLang requires a Markov head."
     else:
         own |= {"dflash_config": named | second}
-        _write_flat(source, "DFlash2DraftModel" if second else "DFlashDraftModel", own)
+        _write_flat(source, WALKS.get(next(iter(second), ""), "DFlashDraftModel"), own)
         algorithm, size = SGLANG["dflash"], "num-draft-tokens"
         note = "SGLang counts the last committed token as a draft token of DFlash: their number is the size of a block."
     usage = (

@@ -110,8 +110,10 @@ def write_dflash(source: Source[DFlash]) -> Serving:
     source.require(window is None, f"a window of {window} tokens", "none: llama.cpp makes no layer of a block causal")
     source.require(not body.sees.causal, "causal layers", "others: llama.cpp makes no layer of a block causal")
     source.require(body.sinks(0) is None, "attention sinks", "none, or format=vllm")
-    second = drafter.selector is not None or drafter.convolution is not None
-    source.require(not second, "conv_kernel_size or selector_rank", "none, or format=vllm, sglang or transformers")
+    plain = drafter.transitions is drafter.markov and drafter.convolution is None
+    source.require(
+        plain, "convolutions or transitions other than markov_rank", "none, or format=vllm, sglang or transformers"
+    )
     skipped = ("vocabulary.", "mask_embedding")
     state = {name.removeprefix("body."): value for name, value in drafter.state_dict().items()}
     metadata, tensors = _head(source, "dflash", {k: v for k, v in state.items() if not k.startswith(skipped)})

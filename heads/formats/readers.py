@@ -32,6 +32,7 @@ ARCHITECTURES: dict[str, Reader] = {
     "DFlashDraftModel": blocks.read_zlab,
     "DSparkDraftModel": blocks.read_deepspec,
     "Eagle3LlamaForCausalLM": eagle.read_eagle3,
+    "LiLiCorrDraftModel": blocks.read_zlab,
     "LlamaForCausalLMEagle3": eagle.read_eagle3,
     "MLPSpeculatorPreTrainedModel": heads.read_fms,
     "MuseGlimmerAssistantModel": blocks.read_muse_glimmer,

@@ -23,6 +23,7 @@ from draftsmith.heads.formats.common import (
 from draftsmith.heads.formats.native_mtp import OWN, represented
 from draftsmith.heads.formats.native_mtp import SPECULATORS as SPECULATORS_MTP
 from draftsmith.heads.formats.published import Published
+from draftsmith.heads.lattice import DEFAULTS
 from draftsmith.heads.layers import windows_of
 from draftsmith.heads.lm_head import logits_map, weight_of
 from draftsmith.heads.mtp import Mtp
@@ -38,7 +39,9 @@ ACCURATE = 1e-4
 UNANCHORED = ("sample_from_anchor=True without markov_rank or confidence_head", "false, or format=transformers")
 """A DFlash that vLLM refuses to start with, and what it serves."""
 DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-"""The options and keys of DFlash 2."""
+"""The options and keys of DFlash 2; the first two may be those of LiLiCorr."""
+LILICORR = tuple(f"lilicorr_{key}" for key in DEFAULTS)
+"""The options and keys of LiLiCorr."""
 OWN_LAYERS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Model types of MTP layers that are built from the target's own config; the package's others are Llama-like."""
 
@@ -131,7 +134,7 @@ def require_plain_target(source: Source[DFlash]) -> None:
 
 def write_dflash_speculator(source: Source[DFlash]) -> Serving:
     """Write DFlash, DSpark or DFlash 2, with embeddings only where the mask's embedding was trained."""
-    drafter, kind, second = source.drafter, vllm_kind(source), dflash2_fields(source)
+    drafter, kind, second = source.drafter, vllm_kind(source), walk_fields(source)
     rank, confident, anchored = (
         drafter.options()["markov_rank"],
         drafter.confidence is not None,
@@ -174,21 +177,24 @@ def trained_mask_note(mask_token: int) -> str:
     )
 
 
-def dflash2_fields(source: Source[DFlash]) -> dict[str, int]:
-    """Return the keys of DFlash 2, none for other drafters; raise ConfigError for what its layouts cannot express."""
+def walk_fields(source: Source[DFlash]) -> dict[str, Any]:
+    """Return the keys of DFlash 2 or LiLiCorr; raise ConfigError for what their layouts cannot express."""
     drafter, options = source.drafter, source.drafter.options()
-    rank, taps = options["selector_rank"], options["conv_kernel_size"]
-    both = f"selector_rank={rank}, conv_kernel_size={taps}"
-    source.require(bool(rank) == bool(taps), both, "both or none of them, or format=transformers")
-    if not rank:
+    rank, taps, candidates = (options[key] for key in ("selector_rank", "conv_kernel_size", LILICORR[0]))
+    said, otherwise = f"selector_rank={rank}, conv_kernel_size={taps}", "format=transformers"
+    source.require(bool(rank) == bool(taps) or candidates > 0, said, f"both or none of them, or {otherwise}")
+    power = candidates & (candidates - 1) == 0
+    source.require(power, f"{LILICORR[0]}={candidates}", f"a power of two, or {otherwise}")
+    if not rank and not candidates:
         return {}
     for fits, value in (
         (drafter.body.first == 1, "sample_from_anchor=True"),
         (drafter.confidence is None, "a confidence head"),
         (drafter.draft_vocabulary is None, f"a draft vocabulary of {drafter.draft_vocab_size} tokens"),
     ):
-        source.require(fits, f"{value} with {both}", "DFlash 2 without it, or format=transformers")
-    return {key: options[key] for key in DFLASH2}
+        source.require(fits, f"{value} with {said}, {LILICORR[0]}={candidates}", f"one of them, or {otherwise}")
+    keys = DFLASH2 if rank else (*LILICORR, *(DFLASH2[:2] if taps else ()))
+    return {key: options[key] for key in keys}
 
 
 def _causality(source: Source[DFlash], kind: str) -> tuple[bool, dict[str, bool]]:
@@ -209,7 +215,7 @@ def _causality(source: Source[DFlash], kind: str) -> tuple[bool, dict[str, bool]
 def block_tensors(source: Source[DFlash]) -> dict[str, Tensor]:
     """Return the tensors of a block drafter, without the mask's embedding."""
     renamed = {"body.": "", "markov.": "markov_head.", "confidence.": "confidence_head.proj."}
-    renamed["selector."] = "candidate_selector."
+    renamed |= {"selector.": "candidate_selector.", "lilicorr.": "lilicorr."}
     tensors = source.weights(
         source.drafter, lambda name: re.sub(r"^[a-z]+\.", lambda m: renamed[m[0]], name).removeprefix("vocabulary.")
     )

@@ -406,6 +406,13 @@ HEADS_OF_TARGETS: dict[str, dict[str, object]] = {
     "dflash with Markov bias and confidence": {"block_size": 3, "markov_rank": 2, "confidence_head": True},
     "dflash with a gated Markov bias": {"block_size": 3, "markov_rank": 2, "markov_type": "gated"},
     "dflash with a recurrent Markov bias": {"block_size": 3, "markov_rank": 2, "markov_type": "rnn"},
+    "dflash with a lattice": {
+        "block_size": 3,
+        "lilicorr_candidate_topk": 2,
+        "lilicorr_hidden_size": 0,
+        "lilicorr_num_heads": 2,
+        "lilicorr_factor_dim": 4,
+    },
     "dflash 2": {
         "block_size": 3,
         "conv_kernel_size": 2,

@@ -220,6 +220,33 @@ def dflash2_tensors(taps: int = 3, group: int = 8, rank: int = 5) -> Tensors:
     return random_tensors(shapes | {"candidate_selector.hidden_projection.weight": (rank, HIDDEN)}, 9)
 
 
+LILICORR = {"candidate_topk": 4, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "mlp_ratio": 1.5, "factor_dim": 6}
+LILICORR |= {"vector_eps": 1e-4, "logit_scale": 7.0}
+
+
+def lilicorr_tensors(block: int = 4, hidden_size: int = 16) -> Tensors:
+    """Return the head of LiLiCorr, for a block of this size."""
+    H, inner, (F, heads, k) = hidden_size, int(1.5 * hidden_size), (6, 2, 4)
+    linears = {"token_proj": (H, HIDDEN), "pass_hidden_proj": (H, HIDDEN), "context_proj": (H, HIDDEN)}
+    linears |= {"feature_mlp.1": (H, 5), "feature_mlp.3": (H, H), "factor_input_proj": (H, 3 * H)}
+    linears |= {"out_head": (F, H), "in_head": (F, H), "anchor_out_head": (F, H)}
+    for i in range(2):
+        linears |= {
+            f"layers.{i}.mlp.0": (inner, H),
+            f"layers.{i}.mlp.2": (H, inner),
+            f"layers.{i}.attn.out_proj": (H, H),
+        }
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in linears.items()}
+    shapes |= {f"{name}.bias": (rows,) for name, (rows, _) in linears.items()}
+    for i in range(2):
+        shapes |= {f"layers.{i}.attn.in_proj_weight": (3 * H, H), f"layers.{i}.attn.in_proj_bias": (3 * H,)}
+        shapes |= {f"layers.{i}.{part}_norm.weight": (H,) for part in ("attn", "mlp")}
+    shapes |= {"output_norm.weight": (H,), "anchor_norm.weight": (H,), "slot_embedding": (1, 1, block - 1, 1, H)}
+    shapes |= {"feature_mlp.0.weight": (5,), "feature_mlp.0.bias": (5,), "rank_embedding": (1, 1, 1, k, H)}
+    shapes |= {"relative_slot_bias": (heads, 2 * block - 1), "same_slot_bias": (heads,)}
+    return random_tensors({f"lilicorr.{name}": shape for name, shape in shapes.items()}, 11)
+
+
 def vocabulary_maps(draft_vocabulary: list[int]) -> Tensors:
     """Return the offset of each row, and the mask of the tokens that have one."""
     mask = torch.zeros(VOCAB, dtype=torch.bool)

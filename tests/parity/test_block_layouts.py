@@ -1,4 +1,4 @@
-"""Published block drafters, DFlash, DSpark and DFlash 2, give the logits that their layouts describe (fp64, 1e-12)."""
+"""Published block drafters give the logits that their layouts describe (fp64, 1e-12)."""
 
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from parity.published_files import (
     HEADS,
     HIDDEN,
     KEPT,
+    LILICORR,
     PROMPT,
     VOCAB,
     block_states,
@@ -20,8 +21,10 @@ from parity.published_files import (
     doubled,
     embedded,
     hidden_states,
+    lilicorr_tensors,
     llama_config,
     random_tensors,
+    rms,
     six_layers,
     speculators,
     vocabulary_maps,
@@ -120,6 +123,68 @@ def test_dflash2(layout: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
             expected[k, token] = unary[token] + w["candidate_selector.successor_codebook"][token] @ context
     with torch.no_grad():
         assert close(decoded_logits(drafter, target, PROMPT, DRAFTED), expected)
+
+
+@pytest.mark.parametrize("width", [16, 0], ids=["narrow", "of the target's width"])
+def test_lilicorr(width: int, tmp_path: Path, target: LlamaForCausalLM) -> None:
+    """A transformer over all candidates of the block; the scores of a token after another are a scaled cosine."""
+    size = width or HIDDEN
+    config = llama_config(model_type="qwen3", num_target_layers=6, architectures=["LiLiCorrDraftModel"], block_size=4)
+    config["dflash_config"] = {f"lilicorr_{key}": value for key, value in LILICORR.items()}
+    config["dflash_config"] |= {"lilicorr_hidden_size": width, "target_layer_ids": [1, 3], "mask_token_id": 17}
+    w = dflash_tensors() | lilicorr_tensors(hidden_size=size)
+    if not width:
+        w = {name: value for name, value in w.items() if "token_proj" not in name}
+    drafter, w = load_drafter(written(tmp_path / "d", config, w), target).double(), doubled(w)
+    drafter.attach(target)
+    context, block = hidden_states(target, [2, 4]), embedded(target, [DRAFTED[0], 17, 17, 17])
+    states = block_states(w, context, block, [torch.ones(4, len(PROMPT) + 4, dtype=torch.bool)])[1:]
+    log_probs = (states @ target.lm_head.weight.T).log_softmax(-1)
+    best, tokens = log_probs.topk(4)
+
+    def projected(name: str, x: torch.Tensor) -> torch.Tensor:
+        return x @ w[f"lilicorr.{name}.weight"].T + w[f"lilicorr.{name}.bias"]
+
+    def unit(name: str, x: torch.Tensor) -> torch.Tensor:
+        return (out := projected(name, x)) / out.norm(dim=-1, keepdim=True)
+
+    rank = (torch.arange(4) / 3).expand(3, 4).double()
+    numbers = torch.stack([best, best.exp(), best - best[:, :1], rank, (rank == 0).double()], -1)
+    numbers = (numbers - numbers.mean(-1, keepdim=True)) / (numbers.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+    numbers = numbers * w["lilicorr.feature_mlp.0.weight"] + w["lilicorr.feature_mlp.0.bias"]
+    embeds = target.get_input_embeddings().weight[tokens]
+    x = projected("token_proj", embeds) if width else embeds
+    x = x + projected("pass_hidden_proj", states)[:, None]
+    x = x + projected("feature_mlp.3", torch.nn.functional.silu(projected("feature_mlp.1", numbers)))
+    x = (x + w["lilicorr.slot_embedding"][0, 0] + w["lilicorr.rank_embedding"][0, 0]).reshape(12, size)
+    for i in range(2):
+        name = f"lilicorr.layers.{i}.attn"
+        qkv = rms(x, w[f"lilicorr.layers.{i}.attn_norm.weight"]) @ w[f"{name}.in_proj_weight"].T
+        q, k, v = (qkv + w[f"{name}.in_proj_bias"]).chunk(3, -1)
+        heads = []
+        for head in range(2):
+            part = slice(head * size // 2, (head + 1) * size // 2)
+            scores = q[:, part] @ k[:, part].T / (size // 2) ** 0.5
+            for a in range(12):
+                for b in range(12):
+                    scores[a, b] += w["lilicorr.relative_slot_bias"][head, a // 4 - b // 4 + 3]
+                    scores[a, b] += w["lilicorr.same_slot_bias"][head] if a // 4 == b // 4 else 0
+            heads.append(scores.softmax(-1) @ v[:, part])
+        x = x + projected(f"layers.{i}.attn.out_proj", torch.cat(heads, -1))
+        read = projected(f"layers.{i}.mlp.0", rms(x, w[f"lilicorr.layers.{i}.mlp_norm.weight"]))
+        x = x + projected(f"layers.{i}.mlp.2", torch.nn.functional.silu(read))
+    x = rms(x, w["lilicorr.output_norm.weight"])
+    last = rms(context[-1] @ w["fc.weight"].T, w["hidden_norm.weight"])
+    last = rms(projected("context_proj", last), w["lilicorr.anchor_norm.weight"])
+    x = torch.nn.functional.silu(projected("factor_input_proj", torch.cat([x, last.expand(12, -1), x * last], -1)))
+    out, into = unit("out_head", x).view(3, 4, -1), unit("in_head", x).view(3, 4, -1)
+    path = [DRAFTED[0], int(tokens[0, 2]), int(tokens[1, 1]), 9]
+    rows = [unit("anchor_out_head", last), out[0, 2], out[1, 1]]
+    expected = torch.full((3, VOCAB), -torch.inf, dtype=torch.float64)
+    for t in range(3):
+        expected[t, tokens[t]] = 7.0 * into[t] @ rows[t]
+    with torch.no_grad():
+        assert close(decoded_logits(drafter, target, PROMPT, path), expected)
 
 
 @pytest.mark.parametrize("layout", ["z-lab", "DeepSpec"])

@@ -13,6 +13,7 @@ from parity.published_files import (
     HIDDEN,
     INNER,
     KEPT,
+    LILICORR,
     VLLM,
     VOCAB,
     Tensors,
@@ -32,6 +33,7 @@ from draftsmith.errors import ConfigError
 FLAT = {"architectures": ["LlamaForCausalLMEagle3"]}
 ZLAB = llama_config(architectures=["DFlashDraftModel"], block_size=4, target_layer_ids=[1, 3])
 SECOND = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 5, "selector_top_k": 6, "mask_token_id": 17}
+LATTICE = {f"lilicorr_{key}": value for key, value in LILICORR.items()} | {"mask_token_id": 17}
 DEEPSPEC = ZLAB | {"architectures": ["Qwen3DSparkModel"], "mask_token_id": 17}
 BLOCK = {"block_size": 4, "mask_token_id": 17, "aux_hidden_state_layer_ids": [2, 4]}
 MEDUSA = {"model_type": "medusa", "num_heads": 1, "num_hidden_layers": 1}
@@ -45,6 +47,7 @@ FOLDERS: dict[str, tuple[dict[str, Any], Tensors]] = {
     "dflash": (speculators("dflash", **BLOCK), {}),
     "zlab": (ZLAB, {}),
     "zlab2": (ZLAB | {"architectures": ["DFlash2DraftModel"], "dflash_config": SECOND}, {}),
+    "lilicorr": (ZLAB | {"architectures": ["LiLiCorrDraftModel"], "dflash_config": LATTICE}, {}),
     "deepspec": (DEEPSPEC, {}),
     "mtp": (speculators("mtp"), {}),
     "medusa": (MEDUSA, HEADS),
@@ -87,6 +90,10 @@ KEYS: list[tuple[str, str, Any]] = [
     ("zlab2", "dflash_config.conv_group_size", 5),
     ("zlab2", "dflash_config.selector_top_k", 65),
     ("zlab2", "dflash_config.selector_rank", None),
+    ("lilicorr", "dflash_config.lilicorr_candidate_topk", 6),
+    ("lilicorr", "dflash_config.lilicorr_logit_scale", None),
+    ("lilicorr", "dflash_config.lilicorr_vector_eps", float("inf")),
+    ("lilicorr", "dflash_config.conv_kernel_size", 2.5),
     ("zlab", "dflash_config.training_mode", "vp_drafter"),
     ("zlab", "dflash_config.loss_type", "vp_drafter"),
     ("deepspec", "markov_head_type", "lstm"),

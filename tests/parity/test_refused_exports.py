@@ -40,7 +40,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "dflash",
         {"selector_rank": 2},
         "gguf",
-        "conv_kernel_size or selector_rank; expected none, or",
+        "convolutions or transitions other than",
     ),
     "mtp in vllm": ("mtp", {}, "vllm", "format='vllm'; expected native, transformers for a drafter of type mtp"),
     "an anchor that predicts": (

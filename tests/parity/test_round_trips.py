@@ -14,6 +14,7 @@ from parity.published_files import (
     HIDDEN,
     KEPT,
     KV_HEADS,
+    LILICORR,
     PROMPT,
     VLLM,
     VOCAB,
@@ -22,6 +23,7 @@ from parity.published_files import (
     dflash_tensors,
     eagle3_tensors,
     layer_shapes,
+    lilicorr_tensors,
     llama_config,
     random_tensors,
     six_layers,
@@ -209,6 +211,20 @@ def zlab_dflash2_in_a_window(target: LlamaForCausalLM) -> Folder:
     return config | {"is_causal": False}, tensors
 
 
+def lilicorr(target: LlamaForCausalLM) -> Folder:
+    config, tensors = zlab_dflash(target)
+    config |= {"architectures": ["LiLiCorrDraftModel"]}
+    config["dflash_config"] |= {f"lilicorr_{key}": value for key, value in LILICORR.items()}
+    return config, tensors | lilicorr_tensors()
+
+
+def lilicorr_with_convolutions(target: LlamaForCausalLM) -> Folder:
+    config, tensors = lilicorr(target)
+    config["dflash_config"] |= {"conv_kernel_size": 3, "conv_group_size": 8}
+    convolutions = {name: value for name, value in dflash2_tensors().items() if "conv" in name}
+    return config, tensors | convolutions
+
+
 def speculators_dflash2(target: LlamaForCausalLM) -> Folder:
     config, tensors = speculators_dflash(target)
     config |= {"speculators_model_type": "dflash2", "sliding_window_non_causal": True}
@@ -318,6 +334,8 @@ LAYOUTS: list[tuple[Callable[[LlamaForCausalLM], Folder], str]] = [
     (zlab_dflash2, "sglang"),
     (speculators_dflash2, "vllm"),
     (zlab_dflash2_in_a_window, "vllm"),
+    (lilicorr, "vllm"),
+    (lilicorr_with_convolutions, "sglang"),
     (deepspec_dflash, "sglang"),
     (deepspec_dspark, "sglang"),
     (deepspec_gated_dspark, "sglang"),

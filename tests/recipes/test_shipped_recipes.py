@@ -58,6 +58,8 @@ def test_a_recipe_trains_and_its_drafter_decodes(
         "data.response_tokens=16",
     )
     small += ("train.steps=2", "evaluation.count=2", "evaluation.max_new_tokens=8", "train.batch_size=8")
+    if RECIPES[name].drafter.type == "dflash":  # only LiLiCorr has these layers, over all candidates of all blocks
+        small += ("drafter.lilicorr_hidden_size=16", "drafter.lilicorr_factor_dim=8")
     assert main([name, *small]) == 0
     assert [row["step"] for row in read_metrics(out) if "loss" in row] == [1, 2]
     loaded = load_target(str(out / "target" if (out / "target").is_dir() else deep_target_folder))

@@ -77,17 +77,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 SECOND = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 3, "selector_top_k": 6}
+LATTICE = {"lilicorr_candidate_topk": 4, "lilicorr_hidden_size": 16, "lilicorr_num_heads": 2, "lilicorr_factor_dim": 8}
 FAMILIES |= {
     "dflash2": ("dflash", {"block_size": 4, **SECOND}),
     "dflash2 from the anchor, 32 tokens": (
         "dflash",
         {"block_size": 4, "sample_from_anchor": True, "draft_vocabulary": EVEN, "confidence_head": True, **SECOND},
     ),
+    "lilicorr": ("dflash", {"block_size": 4, "conv_kernel_size": 2, "conv_group_size": 8, **LATTICE}),
 }
 ONE_OF_EACH = (
     *("draft_model pruned", "draft_model of another kind", "medusa, 32 tokens", "hydra++", "mlp_speculator", "eagle"),
     *("eagle3, 32 tokens", "eagle3.1", "eagle3 in windows", "mtp, 32 tokens", "peagle", "dspark, recurrent"),
-    *("dflash in a window, not causal", "dflash from the anchor", "dflash2"),
+    *("dflash in a window, not causal", "dflash from the anchor", "dflash2", "lilicorr"),
     "mtp of 3 modules",
 )
 """They stand for all families where whole texts are decoded, in `make test`."""

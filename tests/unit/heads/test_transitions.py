@@ -4,7 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import make_llama
 
+from draftsmith.distill.objective import Objective
+from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads.dflash import DFlash
 from draftsmith.heads.layers import LayerConfig
@@ -19,7 +22,7 @@ def test_training_divides_among_candidates_what_the_states_give_them() -> None:
     selector = CandidateSelector(V, RANK, V, H, TOP).double()
     torch.nn.init.normal_(selector.successor_codebook)
     unary_NV, states_NH, before_N = torch.randn(N, V).double(), torch.randn(N, H).double(), torch.randint(V, (N,))
-    values_NX, _ = selector.read(selector.begin(states_NH), before_N, states_NH)
+    values_NX, _ = selector.read(states_NH[:, :0], before_N, states_NH)
     walk_NV, trained_NV = (selector(unary_NV, values_NX, walks).softmax(-1) for walks in (True, False))
     plain_NV = unary_NV.softmax(-1)
     for n in range(N):
@@ -33,11 +36,46 @@ def test_training_divides_among_candidates_what_the_states_give_them() -> None:
         assert not walk_NV[n, others].any()
 
 
+def test_the_states_that_give_a_lattice_its_candidates_are_trained_too() -> None:
+    """The loss is forward KL of the logits of the walk and that of the logits without transitions."""
+    target = make_llama(num_hidden_layers=4).double().requires_grad_(False)
+    options: dict[str, Any] = {
+        "lilicorr_candidate_topk": 4,
+        "lilicorr_hidden_size": 8,
+        "lilicorr_num_heads": 2,
+        "lilicorr_factor_dim": 4,
+    }
+    torch.manual_seed(0)
+    drafter = DFlash.from_target(target, block_size=4, **options).double()
+    ids_BT = torch.randint(64, (2, 12))
+    mask_BT = torch.ones_like(ids_BT).bool()
+    signals = OnlineTeacher(target, drafter.needs.layers).signals(Batch(ids_BT, torch.ones_like(ids_BT), mask_BT))
+    unrolled = drafter.unroll(signals)
+    p_NV = target.lm_head(signals.hidden_BTH).flatten(0, 1).softmax(-1)
+    expected = torch.zeros((), dtype=torch.float64)
+    for k, entry in enumerate(unrolled):
+        kept = entry.places_N >= 0
+        states_nX, p_nV = entry.states_ND[kept], p_NV[entry.places_N[kept]]
+        for logits_nV in (entry.head(states_nX), drafter.body.head(states_nX[:, :32])):
+            expected = expected + 0.8**k * (p_nV * (p_nV.log() - logits_nV.log_softmax(-1))).sum()
+    loss = Objective(position_decay=0.8)(unrolled, signals, target.lm_head).loss
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    assert drafter.lilicorr is not None
+    assert all(weight.grad is not None and weight.grad.any() for weight in drafter.lilicorr.layers.parameters())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"selector_rank": 2, "selector_top_k": V + 1}, f"selector_top_k={V + 1}; expected at most the {V} tokens"),
         ({"selector_rank": 2, "selector_top_k": 3, "markov_rank": 2}, "selector_rank=2; expected 0 with a markov_rank"),
+        (
+            {"lilicorr_candidate_topk": 2, "selector_rank": 2, "selector_top_k": 3},
+            "lilicorr_candidate_topk=2; expected 0",
+        ),
+        ({"lilicorr_candidate_topk": V + 1}, f"lilicorr_candidate_topk={V + 1}; expected at most the {V} tokens"),
+        ({"lilicorr_candidate_topk": 2, "lilicorr_num_heads": 3}, "lilicorr_num_heads=3; expected a divisor of"),
         ({"conv_kernel_size": 5}, "conv_kernel_size=5; expected at most the block size 4"),
         ({"conv_kernel_size": 2, "conv_group_size": 3}, f"conv_group_size=3; expected a divisor of the width {H}"),
     ],
