@@ -239,6 +239,8 @@ class LiveBytes(TorchDispatchMode):
             # FakeTensorMode keeps a weak reference to a result that is not in its cache, as it is after one call;
             # nn.Module.to cannot swap a parameter with such a reference.
             operation(*arguments)
+        if operation is GROUPED:  # torch's rule for shapes refuses float32, which the kernels compute
+            return _grouped_product(arguments, options)[0]
         if operation is ATEN.nonzero.default:
             count = self._marked(first) if first.dim() > 1 else min(first.numel(), self._most)
             return first.new_empty((count, first.dim()), dtype=torch.long)
@@ -276,6 +278,24 @@ def _even_bounds(edges: int, count: int) -> Tensor:
         return torch.tensor([count * edge // max(1, edges - 1) for edge in range(edges)], device="cpu")
 
 
+GROUPED = ATEN._grouped_mm.default
+
+
+def _grouped_product(arguments: tuple, options: dict) -> tuple[Tensor, float]:
+    """Return the result, without values, and the operations of a product of E matrices, such as those of experts.
+
+    Of two dimensions is an operand whose rows or columns are divided among the matrices at the argument `offs`.
+    """
+    left, right = arguments[0], arguments[1]
+    ends_E = arguments[2] if len(arguments) > 2 else options.get("offs")
+    rows, shared, columns = left.shape[-2], left.shape[-1], right.shape[-1]
+    shape, products = (rows, columns), 1
+    if left.dim() == right.dim():  # shared numbers are divided, or nothing is
+        count = len(left) if ends_E is None else len(ends_E)
+        shape, products = (count, rows, columns), 1 if left.dim() == 2 else count
+    return left.new_empty(shape), 2.0 * products * rows * shared * columns
+
+
 ATTENTION = {
     getattr(ATEN, f"_scaled_dot_product_{kernel}")
     for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
@@ -297,7 +317,9 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, operation: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
         result = operation(*arguments, **(options or {}))
         kind = operation._overloadpacket
-        if kind in ATTENTION:
+        if operation is GROUPED:
+            self.total += _grouped_product(arguments, options or {})[1]
+        elif kind in ATTENTION:
             self.total += sdpa_flop_count(*_every_head(arguments[:3]))
         elif kind in ATTENTION_BACKWARD:
             self.total += sdpa_backward_flop_count(*_every_head(arguments[:4]))

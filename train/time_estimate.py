@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.heads.hidden_states import final_states
+from draftsmith.heads.model_config import text_config
 from draftsmith.train.continuation import target_of
 from draftsmith.train.fake_run import (
     Operations,
@@ -27,6 +28,8 @@ from draftsmith.train.recipe import Recipe
 
 OPERATIONS_SHARE, BYTES_SHARE = 0.4, 0.5
 """Shares of both that a run is assumed to reach."""
+EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "top_k_experts")
+"""Keys of configs."""
 SERVED = ("data.response=text", "teacher.kind=cached", "target.offload=true")
 """For a target that a GPU holds in 4 bits only: an engine writes the answers, and one pass over them, with a layer at a
 time on the GPU, computes the states of the same weights."""
@@ -158,6 +161,8 @@ def estimate_work(
     with without_data(recipe, config, device, processes):
         target = target_of(recipe, config)
         reading, writing = _weights_used(target)
+        experts, share = _experts(target)
+        read_by_all = writing + experts * (1 - share - (1 - share) ** data.batch_size)
         size = next(target.parameters()).element_size()
         step = dry_step(recipe, target, start, device=device, processes=processes, bf16=bf16)
         with Operations() as of_part:
@@ -177,7 +182,7 @@ def estimate_work(
     if not asked or data.server is not None:
         return WorkEstimate(of_step, train.steps, caching, 0.0, 0, 0.0, 0.0)
     passes = math.ceil(rows / data.batch_size) * data.response_tokens
-    read = writing * size + cache_bytes(recipe, config) / 2  # on average, texts have half of their final length
+    read = read_by_all * size + cache_bytes(recipe, config) / 2  # on average, texts have half of their final length
     prompts = 2.0 * reading * rows * data.prompt_tokens
     return WorkEstimate(of_step, train.steps, caching, prompts, passes, 2.0 * writing * data.batch_size, read)
 
@@ -189,7 +194,19 @@ def _weights_used(target: PreTrainedModel) -> tuple[int, int]:
     """
     everything = sum(weight.numel() for weight in target.parameters())
     if not target.config.is_encoder_decoder:
-        return everything, everything
+        experts, share = _experts(target)
+        active = everything - round(experts * (1 - share))
+        return active, active
     encoder = sum(weight.numel() for weight in target.get_encoder().parameters())
     embeddings = sum(weight.numel() for weight in target.get_input_embeddings().parameters())  # used by both
     return encoder, everything - encoder + embeddings
+
+
+def _experts(target: PreTrainedModel) -> tuple[int, float]:
+    """Return the number of weights in experts, and the share of them that a token uses."""
+    config = text_config(target)
+    chosen = next((n for key in EXPERTS_OF_A_TOKEN if (n := getattr(config, key, None))), None)
+    stacked = [weight for name, weight in target.named_parameters() if ".experts." in name and weight.dim() == 3]
+    if chosen is None or not stacked:
+        return 0, 1.0
+    return sum(weight.numel() for weight in stacked), chosen / max(len(weight) for weight in stacked)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_llama
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, T5Config, T5ForConditionalGeneration
 
 from draftsmith.errors import ConfigError
 from draftsmith.train.fake_run import Operations, dry_step
@@ -136,6 +136,25 @@ def test_overrides_that_fit_are_the_first_that_save_enough() -> None:
     assert fitting_overrides(recipe, 80, needed) == ["train.gradient_accumulation=4"]
     assert fitting_overrides(recipe, 40, needed) == ["train.gradient_accumulation=4", "target.quantization=int8"]
     assert fitting_overrides(recipe, 30, needed) is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_experts_count_for_the_tokens_that_they_read(dtype: str) -> None:
+    """Of 8 experts a token reads 2, the texts of a large batch together read all."""
+    shapes = {**SHAPES, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}
+    config = Qwen3MoeConfig(**shapes, decoder_sparse_step=1, mlp_only_layers=[])
+    work = estimate_work(recipe_of(target={"dtype": dtype}), config)
+    model = Qwen3MoeForCausalLM(config)
+    expert = 16 * 24 * 3 * 2  # gate, up and down, in two layers
+    dense = sum(weight.numel() for weight in model.parameters()) - 8 * expert
+    assert work.pass_operations == 2 * 16 * (dense + 2 * expert)
+    share = 1 - 0.75**16
+    assert work.pass_bytes - estimate_memory(recipe_of(target={"dtype": dtype}), config).cache / 2 == pytest.approx(
+        (dense + share * 8 * expert) * (4 if dtype == "float32" else 2), rel=1e-6
+    )
+    few = Qwen3MoeConfig(**{**shapes, "num_experts_per_tok": 1}, decoder_sparse_step=1, mlp_only_layers=[])
+    less = work.step_operations - estimate_work(recipe_of(target={"dtype": dtype}), few).step_operations
+    assert less == 8 * 30 * 2 * expert * (1 + 3 / 2)  # the draft model has one of the two layers, and a backward pass
 
 
 def test_values_that_save_in_another_phase_are_found_after_the_first_one() -> None:
