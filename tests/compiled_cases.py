@@ -44,6 +44,10 @@ def mtp(target: torch.nn.Module) -> Drafter:
     return noisy(Mtp.from_target(target).double(), 0.05)
 
 
+def mtp_modules(target: torch.nn.Module) -> Drafter:
+    return noisy(Mtp.from_target(target, num_modules=3).double(), 0.05)
+
+
 def peagle(target: torch.nn.Module) -> Drafter:
     return noisy(ParallelEagle.from_target(target, num_tokens=3, layers=[1, FINAL]).double())
 
@@ -74,6 +78,7 @@ CASES: dict[str, tuple[Callable[[torch.nn.Module], Drafter] | None, dict[str, ob
     "best-first": (draft_model, {"policy": "best-first:size=7,depth=3"}),
     "eagle3": (eagle, {"draft_length": 3}),
     "mtp": (mtp, {"draft_length": 3}),
+    "mtp of 3 modules": (mtp_modules, {"draft_length": 3}),
     "peagle": (peagle, {"draft_length": 3}),
     "dflash": (dflash, {"draft_length": 3}),
     "dspark": (dspark, {"draft_length": 4}),

@@ -79,6 +79,7 @@ def compare(target: torch.nn.Module, case: str) -> int:
         ("draft_model", 3),  # the target's pass; the drafter's over 1 and 2 tokens
         ("eagle3", 3),
         pytest.param("mtp", 3, marks=pytest.mark.slow),
+        pytest.param("mtp of 3 modules", 10, marks=pytest.mark.slow),  # each module's over 1, 2 and 4 tokens
         pytest.param("peagle", 2, marks=pytest.mark.slow),
         ("dflash", 2),  # features and the block are one pass
         pytest.param("dspark, tree", 3, marks=pytest.mark.slow),
