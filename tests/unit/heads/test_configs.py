@@ -12,6 +12,7 @@ import draftsmith.heads
 from draftsmith.heads import HEADS, TrainableDrafter
 from draftsmith.heads.configs import DRAFTERS, VocabularyOption
 from draftsmith.heads.eagle3 import OPTIONS
+from draftsmith.heads.lattice import DEFAULTS as LILICORR
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
@@ -24,7 +25,8 @@ def test_entry_names_its_class_and_options(kind: str) -> None:
     ]
     options = {name for maker in makers for name in inspect.signature(maker).parameters}
     keys = set(entry.section.model_fields) - {"type"}
-    assert keys - {"draft_vocab_size"} <= options | ({*OPTIONS, "qk_norm"} if kind == "eagle3" else set())
+    passed_on = {"eagle3": {*OPTIONS, "qk_norm"}, "dflash": {f"lilicorr_{option}" for option in LILICORR}}
+    assert keys - {"draft_vocab_size"} <= options | passed_on.get(kind, set())
     assert ("draft_vocab_size" in options) == issubclass(entry.section, VocabularyOption)
 
 

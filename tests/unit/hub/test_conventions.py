@@ -148,7 +148,8 @@ def test_a_missing_key_that_engines_replace_differently_is_settled(
             settle(drafter, readings_of(target, drafter, few))
     (line,) = settle(drafter, readings_of(target, drafter, prompts))
     assert f"{key} is missing in config.json; {str(value).lower()} fits the target's text (alpha 0." in line
-    assert drafter.options() == {**fit.options(), "anchors": 64, "mask_token": drafter.mask_token}
+    read = {"anchors": 64, "mask_token": drafter.mask_token, "plain_target": True}
+    assert drafter.options() == {**fit.options(), **read}
     assert drafter.max_draft_length == fit.max_draft_length
 
 
