@@ -5,8 +5,9 @@
     python benchmarks/real.py --target MODEL --prompts FOLDER --families eagle3 mtp        # some of them
 
 MODEL is a chat model: a folder, a GGUF file or a Hub id. FOLDER holds mt_bench.jsonl, HumanEval.jsonl.gz and
-gsm8k_test.jsonl, of which the first rows are held out, and gsm8k_train_questions.jsonl. Half of the training prompts
-are such questions, the other half the target writes itself.
+gsm8k_test.jsonl, of which the first rows are held out, and gsm8k_train_questions.jsonl. A chat model is trained on a
+mixture: such questions, code that the target asks for itself, and other prompts that it writes itself; a base model on
+questions and the problems of HumanEval that are not held out.
 
 Every stage is a command of draftsmith with a folder in --out. What is finished is not done again, and what was
 interrupted continues: prompts, answers and states (`data prepare`), the processor time of a step (`probe`), training,
@@ -24,17 +25,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.data_section import SELF, DataSection
-from draftsmith.distill.load_target import load_target
-from draftsmith.distill.self_prompts import write_self_prompts
-from draftsmith.heads.model_config import eos_tokens
+from draftsmith.distill.load_target import load_tokenizer
 from draftsmith.storage import write_json, write_text
 
 FAMILIES = {
     "draft_model": ["drafter.num_hidden_layers=3"],
-    "eagle3": ["drafter.train_steps=3", "drafter.draft_vocab_size=16384", "train.learning_rate=0.006"],
-    "mtp": ["drafter.train_steps=3", "train.learning_rate=0.006"],
+    "eagle3": ["drafter.train_steps=3", "drafter.draft_vocab_size=8192", "train.learning_rate=0.006"],
+    "mtp": ["drafter.train_steps=3", "drafter.draft_vocab_size=8192", "train.learning_rate=0.006"],
     "dflash": [
         "drafter.block_size=8",
         "drafter.num_hidden_layers=3",
@@ -47,7 +44,7 @@ FAMILIES = {
 HELDOUT = {"mt_bench.jsonl": "mt_bench", "HumanEval.jsonl.gz": "humaneval", "gsm8k_test.jsonl": "gsm8k"}
 PROBES = (2, 12)
 """Steps of the two runs whose difference is the processor time of a step."""
-PROMPT_TOKENS, RESPONSE_TOKENS, BATCH = 192, 256, 8
+PROMPT_TOKENS, RESPONSE_TOKENS, BATCH = 192, 256, 4
 CHECKED = ("--count", "6", "--tokens", "1500")
 """Size of `check`: about five minutes for each drafter of a model of 135 million parameters on one core."""
 POLICIES = ("chain:draft_length=4", "best-first:size=16,depth=6", "adaptive")
@@ -102,39 +99,34 @@ def asked(text: str, chats: bool, **more: str) -> str:
 
 
 def write_prompts(options: argparse.Namespace) -> None:
-    """Write heldout.jsonl and train.jsonl, both kinds of training prompts in turn.
-
-    One kind are questions of GSM8K's training set. The other kind is written by the target or, for a base model, which
-    has no chat template, the problems of HumanEval that are not held out.
-    """
-    held, train = options.out / "heldout.jsonl", options.out / "train.jsonl"
-    if held.exists() and train.exists():
+    """Write heldout.jsonl, and the sources of the mixture that the training reads."""
+    if (options.out / "sources.json").exists():
         return
-    target = load_target(options.target, dtype=options.dtype)
-    chats = target.tokenizer.chat_template is not None
-    lines = []
-    for name, category in HELDOUT.items():
-        for row in rows_of(options.prompts / name)[: options.heldout]:
-            lines.append(asked(question_of(row), chats, category=category))
-    write_text(held, "".join(lines))
-    half = (options.answers + 1) // 2
+    chats = load_tokenizer(options.target)[0].chat_template is not None
+    rows = {name: rows_of(options.prompts / name) for name in HELDOUT}
+    held = [
+        asked(question_of(row), chats, category=category)
+        for name, category in HELDOUT.items()
+        for row in rows[name][: options.heldout]
+    ]
+    write_text(options.out / "heldout.jsonl", "".join(held))
+    questions = rows_of(options.prompts / "gsm8k_train_questions.jsonl")
+    write_text(options.out / "questions.jsonl", "".join(asked(row["prompt"], chats) for row in questions))
+    sources = [{"prompts": str(options.out / "questions.jsonl")}]
     if chats:
-        chat = Chat(target.tokenizer, ends=eos_tokens(target.model.config, target.model.generation_config))
-        data = DataSection(prompts=SELF, count=half, prompt_tokens=PROMPT_TOKENS)
-        own = write_self_prompts(target, chat, data, 0, say=print).read_text(encoding="utf-8").splitlines(True)
+        sources += [{"prompts": "self", "kind": "code"}, {"prompts": "self"}]
     else:
-        own = [
-            asked(question_of(row), chats) for row in rows_of(options.prompts / "HumanEval.jsonl.gz")[options.heldout :]
-        ]
-    given = rows_of(options.prompts / "gsm8k_train_questions.jsonl")[: options.answers - half]
-    pairs = zip(own, (asked(row["prompt"], chats) for row in given), strict=False)
-    write_text(train, "".join(line for pair in pairs for line in pair))
+        code = rows["HumanEval.jsonl.gz"][options.heldout :]
+        write_text(options.out / "code.jsonl", "".join(asked(question_of(row), chats) for row in code))
+        sources += [{"prompts": str(options.out / "code.jsonl")}]
+    write_json(options.out / "sources.json", sources)
 
 
 def recipe_of(options: argparse.Namespace, family: str) -> list[str]:
     """Return the recipe's name and overrides, without the number of steps and the folder."""
     overrides = [f"target.model={options.target}", f"target.dtype={options.dtype}"]
-    overrides += [f"data.prompts={options.out / 'train.jsonl'}", f"data.count={options.answers}"]
+    sources = (options.out / "sources.json").read_text(encoding="utf-8")
+    overrides += [f"data.prompts={sources}", f"data.count={options.answers}", "data.train_on=all"]
     overrides += [f"data.prompt_tokens={PROMPT_TOKENS}", f"data.response_tokens={RESPONSE_TOKENS}"]
     overrides += ["teacher.kind=cached", f"train.batch_size={BATCH}", "evaluation.count=8"]
     return [f"{family}/any_prompts", *overrides, *FAMILIES[family]]
