@@ -36,6 +36,7 @@ from draftsmith.heads.layers import layer_config
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.model_config import text_config
 from draftsmith.heads.rows import Counts
+from draftsmith.heads.sequence_part import SequencePart
 from draftsmith.heads.transitions import Block, CandidateSelector, Kind, MarkovBias, Transitions
 
 # Shapes: B rows, T positions, F size of the features, A anchors, b block size, K draft positions (b, or b - 1 where the
@@ -194,6 +195,9 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         elif body.lm_head is None:
             body.turn_masks(state_H)
 
+    def why_undivided(self) -> str | None:
+        return None
+
     def section(self) -> dict[str, Any]:
         windows = [*self.body.sees.windows]
         window = windows[0] if len({*windows}) == 1 else windows
@@ -252,14 +256,14 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         self._logits_BKD = self._runner.block(block_Bb, features_BCF, counts)
         self._states_BKH = self._runner.states
         if self.transitions is not None:
-            last, best = partial(self._last, features_BCF, counts), partial(best_tokens, self._logits_BKD)
+            last_B1 = (counts.on_device_B - 1).clamp_min(0)[:, None]
+            last, best = partial(self._projected, features_BCF, last_B1), partial(best_tokens, self._logits_BKD)
             self._start_B1r = self.transitions.begin(Block(self._states_BKH, last, best, self.body.embed))[:, None]
 
-    def _last(self, features_BCF: Tensor, counts: Counts) -> Tensor:
-        """Return the last features [B, H] of each text, projected."""
-        last_B11 = (counts.on_device_B - 1).clamp_min(0)[:, None, None]
-        last_BF = features_BCF.gather(1, last_B11.expand(-1, 1, features_BCF.shape[2]))[:, 0]
-        return self.body.project(last_BF.to(self.body.dtype))
+    def _projected(self, features_BCF: Tensor, places_Bn: Tensor) -> Tensor:
+        """Return the projected features [B, n, H] at some places."""
+        features_BnF = features_BCF.gather(1, places_Bn[..., None].expand(-1, -1, features_BCF.shape[2]))
+        return self.body.project(features_BnF.to(self.body.dtype))
 
     def begin(self, rows: list[int]) -> Tensor:
         texts, counts = self.context.texts, [0] * len(self.context.texts)
@@ -300,15 +304,21 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         return logits_BnD if self.body.vocabulary is None else self.body.vocabulary.expand(logits_BnD)
 
     def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
-        """Return states of blocks at random anchors; draft position k learns the target's p at anchor + k."""
-        body, ids_BT, size = self.body, signals.input_ids_BT, self.block_size
+        """Return states of blocks at random anchors; draft position k learns the target's p at anchor + k.
+
+        Processes that share a text draw the same anchors, if their random numbers are the same; each has its share.
+        """
+        body, ids_BT, size, part = self.body, signals.input_ids_BT, self.block_size, signals.part
         B, T = ids_BT.shape
         documents_BT = signals.documents_BT
         positions_BT = positions_like(ids_BT, documents_BT)
-        anchors_BA = self._anchors(signals.mask_BT, positions_BT)
-        assert signals.features_BTF is not None, "the drafter's needs name layers"
-        context_BTH = body.project(signals.features_BTF.to(body.dtype))
-        context = body.context_keys(context_BTH, body.rotary(context_BTH, positions_BT))
+        anchors_BA = self._anchors(signals.mask_BT, positions_BT, part)
+        features_BTF, own = signals.features_BTF, slice(None) if part is None else part.positions(T)
+        assert features_BTF is not None, "the drafter's needs name layers"
+        context_BCH = body.project(features_BTF[:, own].to(body.dtype))
+        context = body.context_keys(context_BCH, body.rotary(context_BCH, positions_BT[:, own]))
+        if part is not None:
+            context = [(part.whole(keys, T), part.whole(values, T)) for keys, values in context]
         chosen_BA = anchors_BA.clamp_min(0)
         positions_BA = positions_BT.expand(B, -1).gather(1, chosen_BA)
         positions_BAb = positions_BA[..., None] + torch.arange(size, device=ids_BT.device)
@@ -320,9 +330,9 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         tokens, unrolled = None if body.vocabulary is None else body.vocabulary.tokens_D, []
         carried = None
         if self.transitions is not None:
-            states_BAKH, before_BA1 = states_BAbH[:, :, body.first :], (chosen_BA - 1).clamp_min(0)[..., None]
-            last, best = partial(context_BTH.gather, 1, before_BA1.expand_as(states_BAKH[:, :, 0])), self._best
-            carried = self.transitions.begin(Block(states_BAKH, last, partial(best, states_BAKH), body.embed))
+            states_BAKH = states_BAbH[:, :, body.first :]
+            last = partial(self._projected, features_BTF, (chosen_BA - 1).clamp_min(0))
+            carried = self.transitions.begin(Block(states_BAKH, last, partial(self._best, states_BAKH), body.embed))
         for k in range(self.steps):
             towards_BA = torch.where((anchors_BA >= 0) & (anchors_BA + k + 1 < T), anchors_BA + k, -1)
             if documents_BT is not None:
@@ -376,17 +386,22 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         own += [] if self.transitions is None else self.transitions.score_parameters()
         return (*self.body.head_parameters(), *own)
 
-    def _anchors(self, mask_BT: Tensor, positions_BT: Tensor) -> Tensor:
+    def _anchors(self, mask_BT: Tensor, positions_BT: Tensor, part: SequencePart | None) -> Tensor:
         """Return random positions [B, A] whose next token is trained (`mask_BT`), -1 where a text has fewer.
 
-        A is the number of the text that has most, at least 1, and at most `anchors`.
+        A is the number of the text that has most, at least 1, and at most `anchors`; of these a `part` has its share.
         """
         known_BT = mask_BT & (positions_BT > 0)  # the first token of a document has no features before it
         # Not `any(0).nonzero()`: the memory estimate has no values, and takes a mask of one dimension as all marked.
         most = known_BT.sort(1, descending=True).values.any(0, keepdim=True).nonzero().shape[0]
         order_BT = torch.rand(mask_BT.shape, device=mask_BT.device).masked_fill(~known_BT, 2.0)
         best = order_BT.topk(max(1, min(self.anchors, most)), largest=False)
-        return torch.where(best.values < 2.0, best.indices, -1)
+        anchors_BA = torch.where(best.values < 2.0, best.indices, -1)
+        if part is None:
+            return anchors_BA
+        # No share is empty. In turns, since short texts lack the last ones.
+        missing = -anchors_BA.shape[1] % part.count
+        return nn.functional.pad(anchors_BA, (0, missing), value=-1)[:, part.index :: part.count]
 
 
 def best_tokens(logits_nD: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -116,7 +116,7 @@ class Recipe(Section):
         reasons = {f"target.tensor_parallel={parts}": parts > 1, "teacher.kind='files'": kind == "files"}
         yield quantization is not None, f"target.quantization={quantization}", {**placed, **images, **reasons}, one
         unequal = {f"target.tensor_parallel={parts}, another number": parts not in (1, size)}
-        reasons = {**cotrained, **images, "data.pack=true": data.pack, **unequal}
+        reasons = {**cotrained, **images, **unequal}
         yield size > 1, f"train.sequence_parallel={size}", reasons, one
 
     def _check_teacher(self) -> None:

@@ -175,7 +175,7 @@ def check_target(recipe: Recipe, model: PreTrainedModel, drafter: TrainableDraft
     if recipe.train.sequence_parallel > 1 and (reason := drafter.why_undivided()) is not None:
         raise ConfigError(
             f"train.sequence_parallel={recipe.train.sequence_parallel} with {reason}; expected 1, or a drafter of type "
-            "eagle, hass or eagle3 without a sliding window"
+            "dflash, or eagle, hass or eagle3 without a sliding window"
         )
     if recipe.data.pack:
         require_packable(model)

@@ -164,7 +164,8 @@ class TrainingRun:
         started = time.perf_counter()
         self.clock.start()
         settings, accelerator = self.recipe.train, self.accelerator
-        torch.manual_seed(settings.seed * 1_000_003 + step * 1_009 + accelerator.process_index)
+        # Block drafters draw the positions that they are trained at; processes that share texts draw the same.
+        torch.manual_seed(settings.seed * 1_000_003 + step * 1_009 + self.context.text_share[1])
         indices = self._indices(step)
         if self.expect is not None:
             self.expect([*self._own(indices), *self._own(self._indices(step + 1))])

@@ -215,6 +215,14 @@ def test_processes_that_share_texts_give_the_same_numbers(engine: str, runs: Run
     runs.require_same(f"{engine}-texts", "one")
 
 
+def test_processes_that_share_packed_texts_train_blocks_at_the_same_anchors(runs: Runs) -> None:
+    """Of accumulation steps too, and in the validation."""
+    blocks = ("drafter.type=dflash", "drafter.anchors=3", "data.pack=true")
+    runs.run("blocks", "one", *blocks)
+    runs.run("ddp-blocks", "ddp", *blocks, "train.sequence_parallel=2")
+    runs.require_same("ddp-blocks", "blocks")
+
+
 @DIVIDES
 def test_a_tensor_parallel_target_samples_caches_and_evaluates_as_a_group(runs: Runs) -> None:
     """One of the two processes writes; packed rows, and a drafter of the target's own layers."""

@@ -1,6 +1,9 @@
 """Processes that share a text compute the states, the loss and the gradients of one process."""
 
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,11 +11,13 @@ import torch.distributed as dist
 from conftest import make_llama
 from forked import run_group
 from torch import nn
+from unit.heads.test_families import make
 
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS, unrolled_attention
+from draftsmith.heads.hidden_states import document_numbers
 from draftsmith.heads.sequence_part import SequencePart
 from draftsmith.train.recipe import parse_recipe
 from draftsmith.train.run_parts import check_target
@@ -22,18 +27,30 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 COUNT = 3
 
 
-def loss_and_gradients(kind: str, part: SequencePart | None, objective: Objective) -> dict[str, torch.Tensor]:
+KINDS: dict[str, dict[str, Any]] = {
+    "eagle": {"noise": 0.0, "train_steps": 2},
+    "eagle3": {"draft_vocabulary": list(range(3, 43)), "train_steps": 3, "num_hidden_layers": 2},
+}
+BLOCKS = ("dflash in windows of positions", "dflash with sinks", "dspark, recurrent", "dflash2", "lilicorr")
+"""Block drafters of `FAMILIES`: windows of both kinds, causal or not, and all transitions."""
+
+
+def loss_and_gradients(
+    kind: str, part: SequencePart | None, objective: Objective, packed: bool
+) -> dict[str, torch.Tensor]:
     """Train on two rows of 17 and 11 tokens, in float64."""
-    target = make_llama(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2).double()
+    target = make_llama(num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2).double()
     torch.manual_seed(1)
-    own = {"layers": [1, 2], "draft_vocabulary": list(range(3, 43)), "train_steps": 3, "num_hidden_layers": 2}
-    options = own if kind == "eagle3" else {"noise": 0.0, "train_steps": 2}
-    drafter = HEADS[kind].from_target(target, **options).double()
+    drafter = make(kind, target) if kind in BLOCKS else HEADS[kind].from_target(target, **KINDS[kind])
+    drafter.double().train_further(anchors=4)
     ids_BT = torch.randint(2, 60, (2, 17), generator=torch.Generator().manual_seed(0))
     seen_BT = torch.ones_like(ids_BT)
     seen_BT[1, 11:] = 0
     teacher = OnlineTeacher(target.requires_grad_(False), drafter.needs.layers)
     batch = Batch(ids_BT * seen_BT, seen_BT, seen_BT.bool() & (ids_BT > 15))
+    if packed:
+        batch = replace(batch, documents_BT=document_numbers([[3, 9, 5], [7, 4]], 17))
+    torch.manual_seed(2)
     sums = AgreementStep(drafter, objective, teacher, part=part)(batch, 1.0, Last())
     sums.loss.backward()
     found = {name: p.grad for name, p in drafter.named_parameters() if p.grad is not None}
@@ -43,14 +60,14 @@ def loss_and_gradients(kind: str, part: SequencePart | None, objective: Objectiv
 def require_parts(rank: int) -> None:
     """In one of three processes."""
     part = SequencePart(rank, COUNT, dist.group.WORLD)
-    for kind in ("eagle", "eagle3"):
-        for options in ({"feature_weight": 0.5}, {"kind": "accepted_length", "chunk_tokens": 3}):
-            objective = Objective(**options)
-            found, expected = (loss_and_gradients(kind, some, objective) for some in (part, None))
-            for name, value in found.items():
-                dist.all_reduce(value)
-                torch.testing.assert_close(value, expected[name], msg=f"{kind} {options} {name}", **CLOSE)
-            assert found.keys() == expected.keys()
+    objectives = (Objective(feature_weight=0.5), Objective(kind="accepted_length", chunk_tokens=3))
+    for kind, (packed, objective) in product([*KINDS, *BLOCKS], enumerate(objectives)):
+        found, expected = (loss_and_gradients(kind, some, objective, bool(packed)) for some in (part, None))
+        assert expected["count"].min() > 0
+        for name, value in found.items():
+            dist.all_reduce(value)
+            torch.testing.assert_close(value, expected[name], msg=f"{kind} {objective} {name}", **CLOSE)
+        assert found.keys() == expected.keys()
 
 
 def test_three_processes_share_texts(tmp_path: Path) -> None:

@@ -62,8 +62,8 @@ def test_bad_values_are_explained(overrides: list[str], message: str) -> None:
         (["target.sharded=true", "cotrain.lora_rank=2"], "target.sharded=True with cotrain; expected false"),
         (["target.offload=true", "target.sharded=true"], "target.offload=True with target.sharded=True"),
         (
-            ["train.sequence_parallel=2", "data.pack=true"],
-            "train.sequence_parallel=2 with data.pack=true; expected one",
+            ["train.sequence_parallel=2", "data.images=."],
+            "train.sequence_parallel=2 with data.images; expected one",
         ),
         (["train.sequence_parallel=2", "target.tensor_parallel=4"], "train.sequence_parallel=2 with target.tensor_par"),
         (["target.tensor_parallel=2", "target.sharded=true"], "target.tensor_parallel=2 with target.sharded=True"),
