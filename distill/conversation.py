@@ -23,6 +23,9 @@ ANSWERS = ("response", "completion", "answer", "output", "chosen")
 CONVERSATIONS = ("messages", "conversations", "conversation", "prompt")
 TEXTS = ("prompt", "text", "question", "instruction")
 SYSTEMS = ("system", "system_prompt")
+READ = {*ANSWERS, *CONVERSATIONS, *TEXTS, *SYSTEMS, "turns", "input", "tools", "input_ids", "loss_mask"}
+READ |= {"spans", "tokenizer", "server", "usage"}
+"""Keys of rows that are read, and those that `draftsmith data regenerate` adds."""
 
 
 class EmptyConversation(ConfigError):

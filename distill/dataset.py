@@ -24,12 +24,12 @@ from draftsmith.distill.chat_template import (
     TooLongText,
     characters,
 )
-from draftsmith.distill.conversation import Conversation, EmptyConversation, conversation
+from draftsmith.distill.conversation import READ, Conversation, EmptyConversation, conversation
 from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.messages import FLAGS
 from draftsmith.distill.sources import read_source, source_stamp
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, one_line
 from draftsmith.heads.hidden_states import inputs_fingerprint
 from draftsmith.names import EMBEDDED
 from draftsmith.provenance import fingerprint
@@ -70,6 +70,8 @@ class RowCounts:
     """Number of answers that the data marks as not trained."""
     masked: int = 0
     """Number of their tokens that are not in the tokenizer."""
+    unread: list[str] = field(default_factory=list)
+    """Keys of rows that are neither read nor carried over to answers."""
 
     def leave_out(self, reason: str) -> None:
         self.left_out[reason] = self.left_out.get(reason, 0) + 1
@@ -88,6 +90,9 @@ class RowCounts:
             lines.append(f"{source}: {self.context:,} answers are marked by {', '.join(FLAGS)}: not trained")
         if self.masked:
             lines.append(f"{source}: {self.masked:,} tokens of answers are not in the tokenizer: not trained")
+        if self.unread:
+            names = [one_line(name, 40) for name in self.unread[:MOST_REASONS]]
+            lines.append(f"{source}: keys of rows that are not used: {', '.join(names)}")
         return lines
 
     def require_accepted(self, refused: int, last: TemplateRefusal | None) -> None:
@@ -164,6 +169,8 @@ def _examples(chat: Chat, data: DataSection, context: int | None, counts: RowCou
     folder = None if data.images is None else Path(data.images).expanduser()
     for place, row in read_source(data.source, data.subset, data.split):
         counts.rows += 1
+        if len(counts.unread) < MOST_REASONS:
+            counts.unread += sorted(row.keys() - READ - {*counts.unread})
         try:
             dialogue = conversation(place, row, folder)
         except EmptyConversation:

@@ -89,6 +89,8 @@ def logits_head(model: PreTrainedModel) -> nn.Module:
 
 PLAIN = (nn.Parameter, Tensor, FakeTensor)
 """Types of weights whose rows can be taken; fake ones are those of the memory estimate."""
+NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Types of weights that are numbers by themselves; 8-bit and packed ones need scales that lie elsewhere."""
 
 
 def draft_rows_of(lm_head: Callable[[Tensor], Tensor], tokens_D: Tensor) -> nn.Module | None:
@@ -108,9 +110,28 @@ def draft_rows_of(lm_head: Callable[[Tensor], Tensor], tokens_D: Tensor) -> nn.M
     return rows if after.is_identity else LogitsHead(rows, after)
 
 
+def lm_head_weight(model: PreTrainedModel) -> Tensor:
+    """Return the weight [V, H] of the lm_head, which drafters copy, or whose size and dtype they read.
+
+    Raises:
+        ConfigError: for a model without lm_head, or with a quantized one.
+    """
+    name, lm_head = type(model).__name__, model.get_output_embeddings()
+    if lm_head is None:
+        raise ConfigError(f"model {name} has no lm_head; expected a causal language model")
+    weight = getattr(lm_head, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dtype not in NUMBERS:
+        held = f"weights of {weight.dtype}" if isinstance(weight, Tensor) else f"{type(lm_head).__name__} without any"
+        raise ConfigError(
+            f"model {name} has a quantized lm_head ({held}); expected one in 16 bits or more: leave the lm_head out of "
+            "the quantization"
+        )
+    return weight
+
+
 def scaled_weight(model: PreTrainedModel) -> Tensor:
     """Return the weight [V, H] of the lm_head times the model's scale of logits, to initialise other lm_heads with."""
-    scale, weight_VH = logits_map(model).scale, weight_of(model.get_output_embeddings())
+    scale, weight_VH = logits_map(model).scale, lm_head_weight(model)
     return weight_VH if scale == 1 else weight_VH * scale
 
 
@@ -145,9 +166,8 @@ def logits_map(model: PreTrainedModel) -> LogitsMap:
     Raises:
         ConfigError: see `logits_head`.
     """
+    lm_head_weight(model)
     name = type(model).__name__
-    if model.get_output_embeddings() is None:
-        raise ConfigError(f"model {name} has no lm_head; expected a causal language model")
     if isinstance(next(model.parameters()), FakeTensor):
         return LogitsMap()
     require_in_memory(model)

@@ -31,7 +31,7 @@ from draftsmith.heads.base import (
     TrainableDrafter,
 )
 from draftsmith.heads.configs import LmHeadTraining
-from draftsmith.heads.lm_head import DraftVocabulary, copy_lm_head, weight_of
+from draftsmith.heads.lm_head import DraftVocabulary, copy_lm_head, lm_head_weight
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.read_positions import ReadPositions
 
@@ -87,7 +87,7 @@ class HeadsDrafter(TrainableDrafter):
     @classmethod
     def from_target(cls, target: PreTrainedModel, *, draft_vocabulary: list[int] | None = None, **options: Any) -> Self:
         """Return new heads, whose lm_heads start as copies of the target's if they read states of the same size."""
-        vocab_size, hidden_size = weight_of(target.get_output_embeddings()).shape
+        vocab_size, hidden_size = lm_head_weight(target).shape
         size = None if draft_vocabulary is None else len(draft_vocabulary)
         for key, limit in (("num_heads", context_limit(target.config)), ("num_layers", None)):
             value = options.get(key, 1)

@@ -27,7 +27,7 @@ from draftsmith.distill.mixture import describe, merged, of_source, read_sources
 from draftsmith.distill.sources import read_source
 from draftsmith.errors import ConfigError
 from draftsmith.heads.hidden_states import ProcessorInputs, extended, inputs_for
-from draftsmith.heads.lm_head import most_frequent, weight_of
+from draftsmith.heads.lm_head import lm_head_weight, most_frequent
 from draftsmith.heads.model_config import context_limit, eos_tokens, known_tokens, text_config
 from draftsmith.names import EMBEDDED
 from draftsmith.provenance import fingerprint_of_numbers
@@ -127,7 +127,7 @@ def _read(
         from draftsmith.distill.state_files import StateFiles
 
         say(f"teacher: reading {file}")
-        vocab_size, hidden_size = weight_of(target.model.get_output_embeddings()).shape
+        vocab_size, hidden_size = lm_head_weight(target.model).shape
         states = StateFiles(file, vocab_size, hidden_size, say)
     sources = [
         source.model_copy(update={"prompts": _self_prompts(context, source, chat, target)})

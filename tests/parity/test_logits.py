@@ -9,7 +9,7 @@ import transformers
 from conftest import make_llama
 from datasets import Dataset
 from recording import decoded_logits
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
@@ -251,6 +251,31 @@ def test_logits_of_unknown_operations_are_refused(kind: type[Transformed]) -> No
         ConfigError, match=f"model {kind.__name__} transforms its logits after the lm_head in an unknown"
     ):
         OnlineTeacher(target)
+
+
+@pytest.mark.parametrize(
+    ("weight", "held"),
+    [
+        (torch.zeros(64 * 48 // 2, 1, dtype=torch.uint8), "weights of torch.uint8"),
+        (torch.zeros(64, 48, dtype=torch.float8_e4m3fn), "weights of torch.float8_e4m3fn"),
+        (None, "PackedHead without any"),
+    ],
+    ids=["4 bits, packed", "8 bits, scales apart", "other tensors"],
+)
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+def test_a_quantized_lm_head_is_refused(kind: str, weight: Tensor | None, held: str) -> None:
+    class PackedHead(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = None if weight is None else nn.Parameter(weight, requires_grad=False)
+
+        def forward(self, states_BTH: Tensor) -> Tensor:
+            return states_BTH.new_zeros(*states_BTH.shape[:-1], 64)
+
+    target = make_llama(num_hidden_layers=4)
+    target.set_output_embeddings(PackedHead())
+    with pytest.raises(ConfigError, match=rf"LlamaForCausalLM has a quantized lm_head \({held}\); expected one in 16"):
+        HEADS[kind].from_target(target)
 
 
 def test_a_weak_cap_is_seen_in_half_precision() -> None:

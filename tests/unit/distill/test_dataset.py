@@ -53,7 +53,8 @@ def test_what_is_left_out_is_counted_by_reason(
     loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = ["abc", "a" * 9, "abcd", "b" * 200, "abc"]
-    source = write(tmp_path / "p.jsonl", [{"prompt": text} for text in texts])
+    more = [{"id": 0}, {"id": 1, "category": "code", "completion": ""}, {}, {"tools": []}, {}]
+    source = write(tmp_path / "p.jsonl", [{"prompt": text, **keys} for text, keys in zip(texts, more, strict=True)])
     said: list[str] = []
     chat = Chat(loaded.tokenizer)
     rows = read_examples(chat, source_of(source, 10, 5, 8), 128, said.append)
@@ -61,6 +62,7 @@ def test_what_is_left_out_is_counted_by_reason(
     assert said == [
         f"{source}: 2 of 5 have prompts longer than data.prompt_tokens=5: left out",
         f"{source}: 1 of 5 are the same as another: left out",
+        f"{source}: keys of rows that are not used: id, category",
     ]
     again: list[str] = []
     assert read_examples(chat, source_of(source, 10, 5, 8), 128, again.append).to_list() == rows.to_list()
@@ -75,7 +77,7 @@ def test_what_is_left_out_is_counted_by_reason(
     assert all(line.endswith(" left") for line in reading[:2])
     short = read_examples(chat, source_of(source, 10, 300, 8), 128, said.append)
     assert len(short) == 3
-    assert said[-2] == (
+    assert said[-3] == (
         f"{source}: 1 of 5 do not fit the target's context of 128 with data.response_tokens=8 after them: left out"
     )
     with pytest.raises(ConfigError, match=r"leaves nothing to train on \(.* 5 of 5 have prompts longer"):
