@@ -56,7 +56,7 @@ def costs(name: str, shapes: dict[str, dict[str, Any]], on: str | None) -> tuple
         config = AutoConfig.for_model(**shapes[recipe.target.model])
         count = max(recipe.target.tensor_parallel, recipe.train.sequence_parallel)
         memory = estimate_memory(recipe, config, bf16=True, processes=count, sharded=count > 1)
-        work = estimate_work(recipe, config, bf16=True, processes=count)
+        work = estimate_work(recipe, config, memory, bf16=True, processes=count)
     size = next((size for size in SIZES if memory.peak < ROOM * size * 2**30), None)
     gpus = "one GPU" if count == 1 else f"{count} GPUs"
     device = f"{gpus} of {size} GB" if size else "several GPUs, with target.sharded"

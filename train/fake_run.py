@@ -122,7 +122,7 @@ def dry_step(
     part = SequencePart(count - 1, count) if count > 1 else None
     step, optimizers, _ = make_step(recipe, target, drafter, _teacher(recipe, target, drafter), part=part)
     step.train()
-    return DryStep(drafter, step, optimizers, partial(_batch, recipe, target.config, processes), device, bf16)
+    return DryStep(drafter, step, optimizers, partial(largest_batch, recipe, target.config, processes), device, bf16)
 
 
 def sequence_length(recipe: Recipe) -> int:
@@ -137,8 +137,8 @@ def batch_shape(recipe: Recipe, config: PreTrainedConfig, processes: int) -> tup
     return rows, recipe.data.response_tokens + 1 if config.is_encoder_decoder else sequence_length(recipe)
 
 
-def _batch(recipe: Recipe, config: PreTrainedConfig, processes: int) -> Batch:
-    """Return the largest batch; with packing, every row is one document."""
+def largest_batch(recipe: Recipe, config: PreTrainedConfig, processes: int) -> Batch:
+    """Return the largest batch of a process; with packing, every row is one document."""
     ids_BT = torch.zeros(batch_shape(recipe, config, processes), dtype=torch.long)
     mask_BT = torch.ones_like(ids_BT)
     source_BS = source_mask_BS = None

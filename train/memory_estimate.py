@@ -21,6 +21,7 @@ from draftsmith.heads.model_config import layer_value
 from draftsmith.train.continuation import target_of
 from draftsmith.train.fake_run import (
     LiveBytes,
+    Operations,
     dry_step,
     require_plain,
     sequence_length,
@@ -65,6 +66,10 @@ class MemoryEstimate:
     """Whether all of it is in host memory, where libraries and the allocator need memory too."""
     tokenizer: int = 0
     """Memory of a large tokenizer, on the host, beyond that of a usual one."""
+    part_operations: float = 0
+    """Floating-point operations of an accumulation step: target, drafter, objective, backward pass."""
+    update_operations: float = 0
+    """Floating-point operations of the optimizers' update."""
 
     @property
     def training(self) -> int:
@@ -151,7 +156,10 @@ def estimate_memory(
         trained = sum(p.numel() * p.element_size() for p in step.module.parameters() if p.requires_grad)
         step.first_update()
         live.peak = live.now
-        step.run()
+        with Operations() as of_part:
+            step.part()
+        with Operations() as of_update:
+            step.update()
         moments = _moments(step.optimizers)
         rest = max(0, live.peak - weights - drafted - moments - trained)
         cache = reading = 0
@@ -173,6 +181,8 @@ def estimate_memory(
             disk=disk,
             on_host=not beside_host,
             tokenizer=TOKEN * max(0, config.get_text_config(decoder=True).vocab_size - USUAL),
+            part_operations=of_part.total,
+            update_operations=of_update.total,
         )
 
 

@@ -14,15 +14,9 @@ from draftsmith.errors import DraftsmithError
 from draftsmith.heads.hidden_states import final_states
 from draftsmith.heads.model_config import text_config
 from draftsmith.train.continuation import target_of
-from draftsmith.train.fake_run import (
-    Operations,
-    dry_step,
-    require_plain,
-    starting_point,
-    without_data,
-)
+from draftsmith.train.fake_run import Operations, largest_batch, without_data
 from draftsmith.train.machines import MACHINES, room_on
-from draftsmith.train.memory_estimate import MemoryEstimate, cache_bytes
+from draftsmith.train.memory_estimate import MemoryEstimate, cache_bytes, estimate_memory
 from draftsmith.train.progress import in_units
 from draftsmith.train.recipe import Recipe
 
@@ -33,6 +27,9 @@ EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "top_k_experts")
 SERVED = ("data.response=text", "teacher.kind=cached", "target.offload=true")
 """For a target that a GPU holds in 4 bits only: an engine writes the answers, and one pass over them, with a layer at a
 time on the GPU, computes the states of the same weights."""
+
+ONLY_IN = {"train": "in training", "data": "while sampling"}
+"""The phase, see `MemoryEstimate.phases`, that proposed values of a section change."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,7 @@ def _peak(machine: str) -> tuple[float, float]:
     return operations * 1e12, moved * 1e9
 
 
-def fitting_overrides(recipe: Recipe, room: int, needed: Callable[[list[str]], int]) -> list[str] | None:
+def fitting_overrides(recipe: Recipe, room: int, needed: Callable[[list[str]], dict[str, int]]) -> list[str] | None:
     """Return recipe values, `section.key=value`, with which a run fits into `room` bytes; None if none do.
 
     Those that leave the result as it is come first: more accumulation steps, recomputed activations, fewer prompts
@@ -98,7 +95,8 @@ def fitting_overrides(recipe: Recipe, room: int, needed: Callable[[list[str]], i
     left out. Where all of them are not enough, `SERVED` takes the place of sampling here and of quantization.
 
     Args:
-        needed: returns the bytes of the run with these values; raises ConfigError for values that exclude each other.
+        needed: returns the bytes of each phase of the run with these values, see `MemoryEstimate.totals`; raises
+            ConfigError for values that exclude each other.
     """
     train, data = recipe.train, recipe.data
     small = [
@@ -113,24 +111,29 @@ def fitting_overrides(recipe: Recipe, room: int, needed: Callable[[list[str]], i
 
 
 def _first_that_fit(
-    given: list[str], steps: list[str], room: int, needed: Callable[[list[str]], int]
+    given: list[str], steps: list[str], room: int, needed: Callable[[list[str]], dict[str, int]]
 ) -> list[str] | None:
     """Return `given` and the first of `steps` that save memory until a run fits; None if it does not.
 
-    After each that does, those before it are tried again: another phase of the run may need most by then.
+    After each that does, those before it are tried again: another phase of the run may need most by then. Each try
+    takes seconds, so values that only change a smaller phase are not tried.
     """
     chosen: dict[str, str] = {}
     try:
         least = needed(given)
     except DraftsmithError:
         return None
-    while least > room:
+    while max(least.values()) > room:
+        largest = max(least, key=least.__getitem__)
         for place, step in enumerate(steps):
             if _key(step) in chosen and place <= steps.index(chosen[_key(step)]):
                 continue
+            if ONLY_IN.get(step.partition(".")[0], largest) != largest:
+                continue
             with suppress(DraftsmithError):
-                if (size := needed([*given, *({**chosen, _key(step): step}).values()])) < 0.99 * least:
-                    least, chosen[_key(step)] = size, step
+                sizes = needed([*given, *({**chosen, _key(step): step}).values()])
+                if max(sizes.values()) < 0.99 * max(least.values()):
+                    least, chosen[_key(step)] = sizes, step
                     break
         else:
             return None
@@ -147,34 +150,36 @@ def in_hours(seconds: float) -> str:
 
 
 def estimate_work(
-    recipe: Recipe, config: PreTrainedConfig, *, device: str = "cpu", processes: int = 1, bf16: bool = False
+    recipe: Recipe,
+    config: PreTrainedConfig,
+    memory: MemoryEstimate | None = None,
+    *,
+    processes: int = 1,
+    bf16: bool = False,
 ) -> WorkEstimate:
     """Count the operations and bytes of a run on fake tensors; `config` is the target's.
+
+    Args:
+        memory: the estimate of this run, whose step is counted; by default it is computed here.
 
     Raises:
         ConfigError: for a drafter that does not fit the target.
         DraftsmithError: for a quantised target.
     """
-    require_plain(config)
+    memory = memory or estimate_memory(recipe, config, processes=processes, bf16=bf16)
     data, train = recipe.data, recipe.train
-    start = starting_point(recipe, config)
-    with without_data(recipe, config, device, processes):
+    with without_data(recipe, config, "cpu", processes):
         target = target_of(recipe, config)
         reading, writing = _weights_used(target)
         experts, share = _experts(target)
         read_by_all = writing + experts * (1 - share - (1 - share) ** data.batch_size)
         size = next(target.parameters()).element_size()
-        step = dry_step(recipe, target, start, device=device, processes=processes, bf16=bf16)
-        with Operations() as of_part:
-            step.part()
         with Operations() as of_teacher:
             if recipe.train.sequence_parallel > 1 and recipe.teacher.kind == "online":
-                batch = step.batch()
+                batch = largest_batch(recipe, config, processes)
                 final_states(target, batch.input_ids_BT, batch.attention_mask_BT)
-        with Operations() as of_update:
-            step.update()
     elsewhere = of_teacher.total * (1 - 1 / recipe.target.tensor_parallel)  # the group reads its text together
-    of_step = float((of_part.total - elsewhere) * train.gradient_accumulation + of_update.total)
+    of_step = (memory.part_operations - elsewhere) * train.gradient_accumulation + memory.update_operations
     asked = sum(source.count for source in data.sources if not source.answered)
     rows = math.ceil(asked / processes) * data.responses
     tokens = (rows + math.ceil((data.count - asked) / processes)) * (data.prompt_tokens + data.response_tokens)

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from threading import Timer
 from typing import Annotated, Any, NoReturn
@@ -140,7 +141,7 @@ SERVED_NOTE = (
 def memory(settings: Memory, as_json: Json = False) -> None:
     """Estimate the memory (and time) of a recipe in each process from the target's config, without its weights."""
     recipe, given, processes, sharded = settings.recipe, [*settings.overrides], settings.processes, settings.sharded
-    checked = checked_recipe(recipe, given)
+    checked = checked_recipe(recipe, given, read_prompts=False)
     checked.require_divisible(processes)
     machine, target = None if settings.on is None else machine_named(settings.on), checked.target
     typer.echo(printable(f"{checked.name}: loading torch"), err=True)
@@ -154,22 +155,23 @@ def memory(settings: Memory, as_json: Json = False) -> None:
     # All machines in the table compute bf16 in hardware, even if this one does not.
     bf16 = precision(checked) == "bf16" or (machine is not None and checked.train.mixed_precision == "auto")
 
-    def estimated(more: list[str]) -> MemoryEstimate:
+    @cache
+    def estimated(*more: str) -> MemoryEstimate:
         changed = load_recipe(recipe, [*given, *more]) if more else checked
         changed.require_divisible(processes)
         options = {"processes": processes, "sharded": sharded, "bf16": bf16, "accelerated": True if machine else None}
         return estimate_memory(changed, config, **options)
 
-    estimate = estimated([])
+    estimate = estimated()
     seconds, lines = {}, []
     if machine is not None:
-        work = estimate_work(checked, config, processes=processes, bf16=bf16)
+        work = estimate_work(checked, config, estimate, processes=processes, bf16=bf16)
         seconds = {"sampling": work.sampling_seconds(machine), "training": work.training_seconds(machine)}
         lines, room = [work.on(machine)], room_on(machine)
         if not as_json:
             small = estimate.announced <= room
-            more = [] if small else fitting_overrides(checked, room, lambda values: estimated(values).announced)
-            needed = estimate if not more else estimated(more)
+            more = [] if small else fitting_overrides(checked, room, lambda values: estimated(*values).totals)
+            needed = estimated(*more or ())
             lines.append(fitting_sentence(machine, needed, more))
             if set(SERVED) <= set(more or ()):
                 lines.append(SERVED_NOTE)

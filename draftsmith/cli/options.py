@@ -190,8 +190,8 @@ def template_words(settings: PairSettings) -> list[str]:
     return words
 
 
-def checked_recipe(name: str, overrides: list[str] | None) -> "Recipe":
-    """Return a recipe whose target and files exist."""
+def checked_recipe(name: str, overrides: list[str] | None, *, read_prompts: bool = True) -> "Recipe":
+    """Return a recipe whose target and files exist; `read_prompts`: also data sets of the Hub, or the Hub answers."""
     from draftsmith.distill.data_section import for_each_source
     from draftsmith.train.recipe import load_recipe
 
@@ -202,6 +202,8 @@ def checked_recipe(name: str, overrides: list[str] | None) -> "Recipe":
     for key, drafter in {"start_from": recipe.start_from, "drafter.model": recipe.draft_model}.items():
         if drafter is not None:
             require_cached_without_hub(drafter, key)
+    if not read_prompts:
+        return recipe
     for_each_source(require_cached_prompts)(recipe.data.prompts, "data.prompts")
     for_each_source(require_cached_prompts)(recipe.evaluation.prompts or EMBEDDED, "evaluation.prompts")
     return recipe

@@ -338,7 +338,11 @@ def test_names_of_drafters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_memory_is_told_without_loading_anything(recipe_file: Path, capsys: pytest.CaptureFixture) -> None:
     (recipe_file.parent / "tiny-target" / "model.safetensors").unlink()
-    assert "MiB a process in training (target 0 MiB, drafter" in _run(capsys, "memory", str(recipe_file))[1]
+    without_data = ["data.prompts=user/not-cached", "evaluation.prompts=user/not-cached"]
+    assert (
+        "MiB a process in training (target 0 MiB, drafter" in _run(capsys, "memory", str(recipe_file), *without_data)[1]
+    )
+    assert "data.prompts=user/not-cached: no such file" in _run(capsys, "train", str(recipe_file), *without_data)[2]
     code, _, said = _run(capsys, "memory", str(recipe_file), "--processes", "3")
     assert code == 2
     assert "train.batch_size=8; expected a multiple of 3" in said

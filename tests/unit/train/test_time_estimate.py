@@ -127,11 +127,11 @@ def test_overrides_that_fit_are_the_first_that_save_enough() -> None:
     saved = {"train.gradient_accumulation": 20, "train.activation_checkpointing": 0, "target.quantization": 40}
     recipe = parse_recipe({"name": "a", "output": "b", "drafter": {"type": "medusa"}}, "test")
 
-    def needed(overrides: list[str]) -> int:
+    def needed(overrides: list[str]) -> dict[str, int]:
         keys = [entry.partition("=")[0] for entry in overrides]
         if "target.dtype" in keys:
             raise ConfigError("excluded")
-        return 100 - sum(saved.get(key, 0) for key in keys)
+        return {"in training": 100 - sum(saved.get(key, 0) for key in keys), "while sampling": 10}
 
     assert fitting_overrides(recipe, 80, needed) == ["train.gradient_accumulation=4"]
     assert fitting_overrides(recipe, 40, needed) == ["train.gradient_accumulation=4", "target.quantization=int8"]
@@ -160,14 +160,19 @@ def test_experts_count_for_the_tokens_that_they_read(dtype: str) -> None:
 def test_values_that_save_in_another_phase_are_found_after_the_first_one() -> None:
     recipe = parse_recipe({"name": "a", "output": "b", "drafter": {"type": "medusa"}}, "test")
 
-    def needed(overrides: list[str]) -> int:
+    asked = list[list[str]]()
+
+    def needed(overrides: list[str]) -> dict[str, int]:
+        asked.append(overrides)
         sampling = 90 - 60 * ("data.batch_size=16" in overrides) - 20 * ("target.quantization=int8" in overrides)
         training = (
             60 - 30 * ("train.gradient_accumulation=4" in overrides) - 25 * ("target.quantization=int8" in overrides)
         )
-        return max(sampling, training)
+        return {"while sampling": sampling, "in training": training}
 
-    assert fitting_overrides(recipe, 40, needed) == ["data.batch_size=16", "train.gradient_accumulation=4"]
+    fewer = "data.batch_size=16"
+    assert fitting_overrides(recipe, 40, needed) == [fewer, "train.gradient_accumulation=4"]
+    assert asked == [[], [fewer], [fewer, "train.gradient_accumulation=4"]], "each takes seconds"
 
 
 def test_a_target_that_fits_in_4_bits_only_is_served_elsewhere_and_read_layer_by_layer() -> None:
@@ -175,10 +180,10 @@ def test_a_target_that_fits_in_4_bits_only_is_served_elsewhere_and_read_layer_by
     saved = {"data.response=text": 10, "target.offload=true": 60, "target.quantization=int8": 30}
     saved |= {"train.gradient_accumulation=8": 5}
 
-    def needed(overrides: list[str]) -> int:
+    def needed(overrides: list[str]) -> dict[str, int]:
         if {"target.quantization=int8", "target.offload=true"} <= {*overrides}:
             raise ConfigError("excluded")
-        return 100 - sum(saved.get(entry, 0) for entry in overrides)
+        return {"in training": 100 - sum(saved.get(entry, 0) for entry in overrides)}
 
     served = ["data.response=text", "teacher.kind=cached", "target.offload=true"]
     assert fitting_overrides(recipe, 65, needed) == ["train.gradient_accumulation=8", "target.quantization=int8"]
