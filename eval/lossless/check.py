@@ -199,39 +199,40 @@ def _rows(sampling: SamplingCheck) -> list[list[str]]:
 
 def sentences(checked: Check) -> list[str]:
     """Return the verdict on each arm in sentences."""
-    lines = []
+    lines, reference = [], "target" if checked.settings.baseline is None else "baseline"
     for arm in checked.arms:
         if arm.greedy is not None:
-            lines += _greedy(arm, arm.greedy)
+            lines += _greedy(arm, arm.greedy, reference)
         if arm.sampling is not None:
             lines += _sampling(arm, arm.sampling)
     return [*lines, *checked.notes]
 
 
-def _greedy(arm: VariantCheck, greedy: GreedyCheck) -> list[str]:
+def _greedy(arm: VariantCheck, greedy: GreedyCheck, reference: str) -> list[str]:
     name = f"{arm.drafter} ({arm.policy}) at T={arm.temperature:g}"
     if greedy.drafted == 0:
         return [f"{name}: INCONCLUSIVE: nothing was drafted; more or longer prompts are needed."]
     ties = len(greedy.divergences) - len(greedy.bugs)
     line = (
-        f"{name}: {arm.verdict.upper()}: {greedy.identical} of {greedy.prompts} greedy texts are the target's own, "
-        f"{greedy.tokens:,} tokens; {ties} near ties, {len(greedy.bugs)} tokens that no rounding explains."
+        f"{name}: {arm.verdict.upper()}: {greedy.identical} of {greedy.prompts} greedy texts are the "
+        f"{reference}'s own, {greedy.tokens:,} tokens; {ties} near ties, {len(greedy.bugs)} tokens that no rounding "
+        "explains."
     )
     first = next(iter(greedy.bugs or greedy.divergences), None)
-    return [line] if first is None else [line, _divergence(first)]
+    return [line] if first is None else [line, _divergence(first, reference)]
 
 
-def _divergence(first: Divergence) -> str:
+def _divergence(first: Divergence, reference: str) -> str:
     where = f"  First {first.kind}: prompt {first.prompt}, new token {first.position}: "
     if first.token is None and first.expected is not None:
-        return where + f"the text ends there, and the target alone continues with {first.expected}."
+        return where + f"the text ends there, and the {reference} alone continues with token {first.expected}."
     if first.expected is None:
         return where + "one text ends there and the other continues."
     if first.gap is None:
-        return where + f"{first.token} where the baseline has {first.expected}."
+        return where + f"token {first.token} where the {reference} has token {first.expected}."
     return where + (
-        f"{first.token} where the target alone has {first.expected}; its logit is {first.gap:.3g} below the largest "
-        f"(top-2 margin {first.margin:.3g}), and rounding explains {first.bound:.3g}."
+        f"token {first.token} where the target alone has token {first.expected}; its logit is {first.gap:.3g} below "
+        f"the largest (top-2 margin {first.margin:.3g}), and rounding explains {first.bound:.3g}."
     )
 
 

@@ -16,7 +16,7 @@ from draftsmith import SpeculativeDecoder
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.server.answers import bare
 from draftsmith.distill.turns import text_seed
-from draftsmith.eval.lossless.check import VariantCheck
+from draftsmith.eval.lossless.check import Check, VariantCheck, sentences
 from draftsmith.eval.lossless.hypotheses import chi_square_tail, homogeneity
 from draftsmith.eval.lossless.served_answers import Baseline, Local, Question, Said, ServedModel
 from draftsmith.eval.lossless.served_check import ServedCheck
@@ -101,6 +101,11 @@ def test_lossless_servers_pass(rule: str, texts: bool, baseline: bool) -> None:
     expected = [ALONE, TOGETHER, COLD, STOP, END, SAMPLED]
     assert {name: arm.verdict for name, arm in arms.items()} == dict.fromkeys(expected, "lossless")
     assert not notes
+    reference = {"baseline": "http://127.0.0.1:1"} if baseline else {}
+    settings = CheckSettings(target="tiny", server="http://127.0.0.1", **reference)
+    own = f"greedy texts are the {'baseline' if baseline else 'target'}'s own"
+    told = sentences(Check(settings, {}, "", [*arms.values()]))
+    assert sum(own in line for line in told) == sum(arm.greedy is not None for arm in arms.values())
 
 
 @pytest.mark.parametrize(
