@@ -103,20 +103,20 @@ class Change(NamedTuple):
 
 
 def prompts_of(
-    source: str | None, tokenizer: PreTrainedTokenizerBase, context: int | None
+    source: str | None, tokenizer: PreTrainedTokenizerBase, context: int | None, chat_template: str | None = None
 ) -> tuple[list[list[int]], list[str]]:
     """Return the prompts of the self-test as token ids, and notes; see `PromptRows` for `source` and the errors.
 
     By default, without a source, these are `PROMPTS`, as questions where the target has a chat template.
     """
     if source is None:
-        chats = bool(tokenizer.chat_template)
+        chats = bool(chat_template or tokenizer.chat_template)
         rows = [{"messages": [{"role": "user", "content": text}]} if chats else {"prompt": text} for text in PROMPTS]
-        return [Chat(tokenizer).prompt(question("self-test", row)) for row in rows], []
+        return [Chat(tokenizer, chat_template).prompt(question("self-test", row)) for row in rows], []
     rows = PromptRows.read(source)
     if rows.images:
         raise ConfigError(f"prompts={source} has images; expected prompts of text for the self-test")
-    prompts, notes = rows.encode(tokenizer, count=COUNT, context=context)
+    prompts, notes = rows.encode(tokenizer, count=COUNT, context=context, chat_template=chat_template)
     return [prompt.input_ids for prompt in prompts], notes
 
 

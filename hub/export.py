@@ -207,6 +207,7 @@ def import_from(
     trust_remote_code: bool = False,
     self_test: bool = True,
     prompts: str | None = None,
+    chat_template: str | None = None,
 ) -> tuple[TrainableDrafter, list[str]]:
     """Save a drafter that another project published for the target as a draftsmith checkpoint in `out`.
 
@@ -225,7 +226,7 @@ def import_from(
     asked, lines = list[list[int]](), list[str]()
     if self_test:
         tokenizer, target_config = load_tokenizer(target, revision=revision, trust_remote_code=trust_remote_code)
-        asked, lines = prompts_of(prompts, tokenizer, context_limit(target_config))
+        asked, lines = prompts_of(prompts, tokenizer, context_limit(target_config), chat_template)
     dtype = stored_dtype(folder) or "float32"
     loaded = _load_target(target, dtype, revision, trust_remote_code)
     read = load_drafter(name, loaded.model, loaded.tokenizer, unstated=self_test)

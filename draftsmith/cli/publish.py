@@ -19,6 +19,7 @@ from draftsmith.names import (
     check_prompts_name,
     check_repo,
     check_target_name,
+    check_template_name,
     require_cached_prompts,
     require_cached_without_hub,
 )
@@ -77,12 +78,14 @@ class Import(Conversion):
     prompts: Annotated[str | None, Option(check=check_prompts_name, hub=require_cached_prompts)] = None
     """Prompts of the self-test: a file or a Hub data set, of which 32 are used; by default 8 short ones."""
 
+    chat_template: Annotated[str | None, Option(check=check_template_name)] = None
+    """Of the self-test: a file, 'vicuna', or 'plain' (texts joined by line breaks); default: the tokenizer's."""
+
     @model_validator(mode="after")
-    def _check_prompts(self, info: ValidationInfo) -> Self:
-        if self.prompts is not None and not self.self_test:
-            raise ConfigError(
-                f"{user_name(info, 'prompts')}={self.prompts} with --no-self-test; expected one of the two"
-            )
+    def _check_self_test(self, info: ValidationInfo) -> Self:
+        for key in ("prompts", "chat_template"):
+            if (value := getattr(self, key)) is not None and not self.self_test:
+                raise ConfigError(f"{user_name(info, key)}={value} with --no-self-test; expected one of the two")
         return self
 
 

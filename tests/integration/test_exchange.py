@@ -114,8 +114,9 @@ def test_unknown_keys_and_another_rotary_base_are_said(
     assert "\x1b" not in said
     code, said, _ = run(capsys, *published, tmp_path / "again", "--no-self-test")
     assert (code, "not read: novel" in said, "rope_theta" in said) == (0, True, False)
-    code, _, err = run(capsys, *published, tmp_path / "third", "--no-self-test", "--prompts", asked)
-    assert (code, f"--prompts={asked} with --no-self-test" in err) == (2, True)
+    for option, value in {"--prompts": asked, "--chat-template": "plain"}.items():
+        code, _, err = run(capsys, *published, tmp_path / "third", "--no-self-test", option, value)
+        assert (code, f"{option}={value} with --no-self-test" in err) == (2, True)
 
 
 def test_the_dtype_is_that_of_the_checkpoint_or_as_asked(

@@ -165,6 +165,11 @@ def test_the_prompts_go_through_the_chat_template(tmp_path: Path) -> None:
     assert of_file == [
         tokenizer(f"<user>question {number}a:", add_special_tokens=False)["input_ids"] for number in range(32)
     ]
+    other = tmp_path / "other.jinja"
+    other.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    for source, text in ((None, PROMPTS[0]), (str(file), "question 0")):
+        asked = tokenizer(f"[{text}]", add_special_tokens=False)["input_ids"]
+        assert prompts_of(source, tokenizer, None, str(other))[0][0] == asked
 
 
 def test_positions_of_a_text_are_not_independent() -> None:
