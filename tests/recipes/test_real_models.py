@@ -12,6 +12,7 @@ from conftest import mostly_slow
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
 from draftsmith import SpeculativeDecoder, load_drafter
+from draftsmith.cli import main as command
 from draftsmith.distill.load_target import decoder_class, load_target
 from draftsmith.train.__main__ import main
 from draftsmith.train.memory_estimate import estimate_memory
@@ -42,6 +43,8 @@ SECOND = {
     *("smollm2-135m/draft_model", "smollm2-135m/eagle3", "smollm2-135m/mtp", "gemma3-270m/eagle3"),
 }
 """Recipes whose kind of target another recipe has, and whose drafter a third."""
+SHORT = {"gpt2/distilgpt2", "t5-base/t5-small", "smollm2-135m/draft_model", "smollm2-135m/mtp", "gemma3-270m/eagle3"}
+"""Recipes of targets that answer no questions or fit a CPU."""
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
@@ -108,6 +111,47 @@ def test_a_header_tells_hardware_time_and_what_to_approach(name: str) -> None:
     for line in ("# Launch:   accelerate launch", f"# Hardware: {gpus}", "# Time:     about", figures):
         assert header.count(f"\n{line}") == 1, line
     assert ("(computed)" in header) != measured, "what was never run says so"
+
+
+def thinking_overrides(name: str) -> list[str]:
+    found = re.search(r"(?m)^# Thinking: (.+)$", shipped_recipes()[name])
+    return [] if found is None else found[1].split()
+
+
+THINKING = [name for name in REAL if thinking_overrides(name)]
+
+
+def test_targets_that_think_have_overrides_for_it() -> None:
+    assert len(THINKING) >= 12
+    for name in REAL:
+        recipe, answers = load_recipe(name), load_recipe(name, thinking_overrides(name))
+        assert recipe.data.template_options == {} or name in THINKING
+        assert recipe.data.response_tokens >= 1024 or "# Measured: " in shipped_recipes()[name] or name in SHORT
+        if name in THINKING:
+            assert answers.data.template_options in ({"enable_thinking": True}, {"reasoning_effort": "high"})
+            assert answers.data.response_tokens >= 4096
+
+
+@pytest.mark.parametrize("name", mostly_slow(THINKING, "qwen3-8b/eagle3"))
+def test_a_run_with_thinking_fits_the_card_of_the_header(
+    name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, given = load_recipe(name), thinking_overrides(name)
+    for key, model in (
+        ("target.model", recipe.target.model),
+        ("drafter.model", getattr(recipe.drafter, "model", None)),
+    ):
+        if model is not None:
+            AutoConfig.for_model(**SHAPES[model]).save_pretrained(tmp_path / key)
+            tiny_tokenizer.save_pretrained(tmp_path / key)
+            given.append(f"{key}={tmp_path / key}")
+    with pytest.raises(SystemExit) as ended:
+        command(["memory", name, *given, "--on", "h100", "--json"])
+    assert ended.value.code in (0, None)
+    phases = json.loads(capsys.readouterr().out)["bytes"]
+    card = re.search(r"# Hardware: one GPU of (\d+) GB", shipped_recipes()[name])
+    assert card is not None
+    assert max(sum(parts.values()) for parts in phases.values()) < 0.9 * int(card[1]) * 2**30
 
 
 @pytest.mark.slow
