@@ -40,6 +40,7 @@ from draftsmith.heads.untrusted import (
     read_config,
     require_finite,
     require_same_tokens,
+    require_sizes,
     require_whole_model,
     shapes_in,
     shared_vocabulary,
@@ -234,8 +235,9 @@ def _read(
 ) -> TrainableDrafter:
     """Build the drafter and load its weights."""
     try:
-        packed = config.get("quantization_config") is not None
-        with bounded(folder, shapes_in(folder), packed=packed):
+        packed, held = config.get("quantization_config") is not None, shapes_in(folder)
+        require_sizes(folder, config if stored is None else stored.drafter, held, text_config(target).vocab_size)
+        with bounded(folder, held, packed=packed):
             if stored is None:
                 return _published(folder, config, target) or DraftModel(_language_model(folder))
             if stored.type == DraftModel.type:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, cast
 
 import torch
@@ -172,22 +173,43 @@ def without_warnings() -> Iterator[None]:
 
 
 MOST_LISTED = 2**20
-LISTED = re.compile(r"(layers?|labels|blocks|depth)$")
+LISTED = {re.compile(r"(layers?|labels|blocks|depth)$"): MOST_LISTED}
 """Ends of config keys whose value is the length of a list that transformers builds while it reads the config."""
+WIDEST = 2**16
+"""A size that any config of a drafter may state."""
 
 
-def require_countable(what: str, config: Mapping[str, Any]) -> None:
+def require_countable(
+    what: str, config: Mapping[str, Any], limits: Mapping[re.Pattern[str], int] = MappingProxyType(LISTED)
+) -> None:
     """Raise ConfigError, with `what` as its first words, for a number that makes transformers or torch fail.
 
     Lists of that many layers would take minutes to build, or all memory, and torch converts no number above 64 bits.
+
+    Args:
+        limits: the largest numbers, by the ends of their keys.
     """
     for key, value in config.items():
-        most = MOST_LISTED if LISTED.search(str(key)) else 2**63 - 1
+        most = min((n for ends, n in limits.items() if ends.search(str(key))), default=2**63 - 1)
         for part in value if isinstance(value, list) else [value]:
             if isinstance(part, Mapping):
-                require_countable(what, part)
+                require_countable(what, part, limits)
             elif isinstance(part, int) and not -(2**63) <= part <= most:
                 raise ConfigError(f"{what} claims {key}={value}; expected at most {most}")
+
+
+def require_sizes(name: str | Path, config: Mapping[str, Any], held: Shapes, vocab_size: int) -> None:
+    """Raise ConfigError for a size, or a number of draft positions, in a drafter's config that it cannot have.
+
+    `bounded` refuses what is left, without the name of a key. Draft positions need no weights, but time and memory.
+
+    Args:
+        held: shapes of the tensors in its files.
+        vocab_size: the target's.
+    """
+    most = max(WIDEST, vocab_size, len(held), *(size for shape in held.values() for size in shape))
+    sizes, positions = re.compile(r"(rank|(?<!window_)size|dim|heads|layers|modules)$"), re.compile(POSITIONS)
+    require_countable(f"drafter={name}: config.json", config, {sizes: most, positions: LONGEST_DRAFT + 1})
 
 
 def require_whole_model(key: str, name: str, revision: str | None = None) -> None:
@@ -223,6 +245,8 @@ LARGEST_JSON = 8 * 2**20
 INDEX = "model.safetensors.index.json"
 LONGEST_DRAFT = 1024
 """Maximum draft length of a config."""
+POSITIONS = r"^(block_size|train_steps|num_tokens|num_modules|n_predict|(medusa_|hydra_)?num_heads)$"
+"""Keys of a drafter's number of draft positions, of which the first of a block may be the committed token."""
 IMPLEMENTATIONS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 """Keys whose value can make transformers download a kernel, which is code, from a repository."""
 
