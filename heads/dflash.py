@@ -89,11 +89,14 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         candidates = lilicorr.get("lilicorr_candidate_topk", 0)
         if markov_rank and selector_rank:
             raise ConfigError.of("selector_rank", selector_rank, "0 with a markov_rank")
-        if candidates and (markov_rank or selector_rank or sample_from_anchor or draft_vocab_size):
-            others = "markov_rank, selector_rank, sample_from_anchor or draft_vocab_size"
+        if candidates and (markov_rank or selector_rank or sample_from_anchor):
+            others = "markov_rank, selector_rank or sample_from_anchor"
             raise ConfigError.of("lilicorr_candidate_topk", candidates, f"0 with {others}")
-        if candidates > body.vocab_size:
-            raise ConfigError.of("lilicorr_candidate_topk", candidates, f"at most the {body.vocab_size} tokens")
+        outputs = draft_vocab_size or body.vocab_size
+        counts = {"lilicorr_candidate_topk": candidates, "selector_top_k": selector_top_k if selector_rank else 0}
+        for key, count in counts.items():
+            if count > outputs:
+                raise ConfigError.of(key, count, f"at most the {outputs} tokens that it drafts")
         self.convolution = (conv_kernel_size, conv_group_size) if conv_kernel_size else None
         sees = Visibility(seen, causal_windows, causal, windows_from_anchor)
         options: dict[str, Any] = {"sinks": attention_sinks, "plain_target": plain_target}
@@ -102,11 +105,8 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         super().__init__(DFlashNetwork(body, len(layers), first, sees=sees, **options), layers)
         self.block_size, self.anchors, self.mask_token = block_size, anchors, mask_token
         self.body.mask_embedding.requires_grad_(mask_token is None)
-        outputs = draft_vocab_size or body.vocab_size
         biased = (body.vocab_size, markov_rank, outputs, body.hidden_size, markov_type)
         self.markov = MarkovBias(*biased) if markov_rank else None
-        if selector_rank and selector_top_k > outputs:
-            raise ConfigError.of("selector_top_k", selector_top_k, f"at most the {outputs} tokens that it drafts")
         selecting = (body.vocab_size, selector_rank, outputs, body.hidden_size, selector_top_k)
         self.selector = CandidateSelector(*selecting) if selector_rank else None
         named = {key.removeprefix("lilicorr_"): value for key, value in lilicorr.items()}
@@ -258,7 +258,8 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         if self.transitions is not None:
             last_B1 = (counts.on_device_B - 1).clamp_min(0)[:, None]
             last, best = partial(self._projected, features_BCF, last_B1), partial(best_tokens, self._logits_BKD)
-            self._start_B1r = self.transitions.begin(Block(self._states_BKH, last, best, self.body.embed))[:, None]
+            block = Block(self._states_BKH, last, best, self._tokens, self.body.embed)
+            self._start_B1r = self.transitions.begin(block)[:, None]
 
     def _projected(self, features_BCF: Tensor, places_Bn: Tensor) -> Tensor:
         """Return the projected features [B, n, H] at some places."""
@@ -299,6 +300,10 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         self._nodes_BnX = torch.cat([self._nodes_BnX, values_BnX], -1)
         return self._expanded(self.transitions(logits_BnD, values_BnX, walks=True))
 
+    def _tokens(self, rows_n: Tensor) -> Tensor:
+        """Return the tokens of rows of the logits."""
+        return rows_n if self.body.vocabulary is None else self.body.vocabulary.tokens_D[rows_n]
+
     def _expanded(self, logits_BnD: Tensor) -> Tensor:
         """Return logits [B, n, V] over the target's vocabulary."""
         return logits_BnD if self.body.vocabulary is None else self.body.vocabulary.expand(logits_BnD)
@@ -332,7 +337,8 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         if self.transitions is not None:
             states_BAKH = states_BAbH[:, :, body.first :]
             last = partial(self._projected, features_BTF, (chosen_BA - 1).clamp_min(0))
-            carried = self.transitions.begin(Block(states_BAKH, last, partial(self._best, states_BAKH), body.embed))
+            block = Block(states_BAKH, last, partial(self._best, states_BAKH), self._tokens, body.embed)
+            carried = self.transitions.begin(block)
         for k in range(self.steps):
             towards_BA = torch.where((anchors_BA >= 0) & (anchors_BA + k + 1 < T), anchors_BA + k, -1)
             if documents_BT is not None:
@@ -362,10 +368,8 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
     def _best(self, states_BAKH: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return `best_tokens` of states, whose logits are not all in memory at a time."""
         parts = [best_tokens(self.body.head(part_nH), k) for part_nH in states_BAKH.flatten(0, -2).split(QUERIES)]
-        log_probs_nk, tokens_nk = (
-            torch.cat(part).view(*states_BAKH.shape[:-1], k) for part in zip(*parts, strict=True)
-        )
-        return log_probs_nk, tokens_nk
+        log_probs_nk, rows_nk = (torch.cat(part).view(*states_BAKH.shape[:-1], k) for part in zip(*parts, strict=True))
+        return log_probs_nk, rows_nk
 
     def _base_logits(self, states_nX: Tensor) -> Tensor:
         """Map states of an unrolled position to logits [n, D] without transitions."""
@@ -405,10 +409,10 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
 
 
 def best_tokens(logits_nD: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities, at least in float32, and tokens of the k best, [n, k]."""
-    best_nk, tokens_nk = logits_nD.topk(k)
+    """Return log-probabilities, at least in float32, and rows of the k best tokens, [n, k]."""
+    best_nk, rows_nk = logits_nD.topk(k)
     exact = torch.promote_types(logits_nD.dtype, torch.float32)
-    return best_nk.to(exact) - logits_nD.to(exact).logsumexp(-1, keepdim=True), tokens_nk
+    return best_nk.to(exact) - logits_nD.to(exact).logsumexp(-1, keepdim=True), rows_nk
 
 
 def five_depths(target: PreTrainedModel) -> tuple[int, ...]:

@@ -20,7 +20,8 @@ from draftsmith.heads.layers import RMSNorm
 from draftsmith.heads.transitions import Block, CandidateTransitions
 
 # Shapes: n blocks, K positions, k candidates, S = K * k, M width of the drafter, H width of the layers, h heads, F size
-# of the vectors, R = k + 2 rows: scores after each candidate of the position before, after others; these candidates.
+# of the vectors, R = k + 3 rows: scores after each candidate of the position before, after others; these candidates, as
+# tokens and as rows of the logits.
 
 DEFAULTS: dict[str, Any] = {"candidate_topk": 0, "hidden_size": 1024, "num_layers": 2, "num_heads": 8, "mlp_ratio": 2.0}
 DEFAULTS |= {"factor_dim": 1024, "vector_eps": 1e-4, "logit_scale": 8.0}
@@ -76,16 +77,18 @@ class LatticeReranker(CandidateTransitions):
 
     def begin(self, block: Block) -> Tensor:
         """Return the rows of each position, and of one after the last for its tokens, [..., K + 1, R, k]."""
-        k, shape, (log_probs_nKk, tokens_nKk) = self.top_k, block.states_nKM.shape[:-2], block.best(self.top_k)
+        k, shape, (log_probs_nKk, best_nKk) = self.top_k, block.states_nKM.shape[:-2], block.best(self.top_k)
+        tokens_nKk = block.tokens(best_nKk)
         embeds_nKkM, numbers_nKk = block.embed(tokens_nKk).flatten(0, -4), log_probs_nKk.flatten(0, -3)
         states_nKM, features_nM = block.states_nKM.flatten(0, -3), block.features().flatten(0, -2)
         start_nk, pairs_nJkk = self.potentials(embeds_nKkM, numbers_nKk, states_nKM, features_nM)
         pairs_nJkk = pairs_nJkk.unflatten(0, shape)
-        rows_nKRk = pairs_nJkk.new_zeros(*shape, tokens_nKk.shape[-2] + 1, k + 2, k)
+        rows_nKRk = pairs_nJkk.new_zeros(*shape, tokens_nKk.shape[-2] + 1, k + 3, k)
         rows_nKRk[..., 0, : k + 1, :] = start_nk.view(*shape, 1, k)
         rows_nKRk[..., 1:-1, :k, :] = pairs_nJkk
         rows_nKRk[..., 1:-1, k, :] = log_probs_nKk[..., 1:, :]
         rows_nKRk[..., 1:, k + 1, :] = tokens_nKk.to(rows_nKRk.dtype)
+        rows_nKRk[..., 1:, k + 2, :] = best_nKk.to(rows_nKRk.dtype)
         rows_nKRk[..., 0, k + 1, :] = -1
         return rows_nKRk
 
@@ -132,7 +135,7 @@ class LatticeReranker(CandidateTransitions):
         same_nk = rows_nRk[..., k + 1, :] == before_n[..., None]
         row_n = torch.where(same_nk.any(-1), same_nk.int().argmax(-1), k)
         scores_nk = rows_nRk.gather(-2, row_n[..., None, None].expand(*row_n.shape, 1, k))[..., 0, :]
-        return torch.cat([scores_nk, carried_nr[..., 1, k + 1, :]], -1), carried_nr[..., 1:, :, :]
+        return torch.cat([scores_nk, carried_nr[..., 1, k + 2, :]], -1), carried_nr[..., 1:, :, :]
 
     def candidates(self, logits_nD: Tensor, values_nX: Tensor) -> Tensor:
         return values_nX[..., self.top_k :].round().long()

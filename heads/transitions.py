@@ -34,7 +34,9 @@ class Block(NamedTuple):
     features: Callable[[], Tensor]
     """Returns the target's features of the last token that has some, projected, [n, M]."""
     best: Callable[[int], tuple[Tensor, Tensor]]
-    """Returns log-probabilities and tokens [n, K, k] of the k best tokens by the states, the best first."""
+    """Returns log-probabilities and rows of the logits [n, K, k] of the k best tokens by the states, the best first."""
+    tokens: Callable[[Tensor], Tensor]
+    """Maps rows of the logits to tokens."""
     embed: Callable[[Tensor], Tensor]
 
 

@@ -385,6 +385,8 @@ def _runners(drafter: Drafter) -> list[ModelRunner]:
     return [value for value in vars(drafter).values() if isinstance(value, ModelRunner)]
 
 
+LATTICE: dict[str, object] = {"block_size": 3, "lilicorr_candidate_topk": 2, "lilicorr_hidden_size": 0}
+LATTICE |= {"lilicorr_num_heads": 2, "lilicorr_factor_dim": 4}
 HEADS_OF_TARGETS: dict[str, dict[str, object]] = {
     "medusa": {"num_heads": 2},
     "medusa of 3 tokens": {"num_heads": 2, "draft_vocabulary": [0, 2, 4]},
@@ -406,13 +408,8 @@ HEADS_OF_TARGETS: dict[str, dict[str, object]] = {
     "dflash with Markov bias and confidence": {"block_size": 3, "markov_rank": 2, "confidence_head": True},
     "dflash with a gated Markov bias": {"block_size": 3, "markov_rank": 2, "markov_type": "gated"},
     "dflash with a recurrent Markov bias": {"block_size": 3, "markov_rank": 2, "markov_type": "rnn"},
-    "dflash with a lattice": {
-        "block_size": 3,
-        "lilicorr_candidate_topk": 2,
-        "lilicorr_hidden_size": 0,
-        "lilicorr_num_heads": 2,
-        "lilicorr_factor_dim": 4,
-    },
+    "dflash with a lattice": LATTICE,
+    "dflash with a lattice of 3 tokens": {"draft_vocabulary": [0, 2, 4], **LATTICE},
     "dflash 2": {
         "block_size": 3,
         "conv_kernel_size": 2,

@@ -85,6 +85,7 @@ FAMILIES |= {
         {"block_size": 4, "sample_from_anchor": True, "draft_vocabulary": EVEN, "confidence_head": True, **SECOND},
     ),
     "lilicorr": ("dflash", {"block_size": 4, "conv_kernel_size": 2, "conv_group_size": 8, **LATTICE}),
+    "lilicorr, 32 tokens": ("dflash", {"block_size": 4, "draft_vocabulary": EVEN, **LATTICE}),
 }
 ONE_OF_EACH = (
     *("draft_model pruned", "draft_model of another kind", "medusa, 32 tokens", "hydra++", "mlp_speculator", "eagle"),

@@ -10,8 +10,9 @@ from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads.dflash import DFlash
+from draftsmith.heads.lattice import LatticeReranker
 from draftsmith.heads.layers import LayerConfig
-from draftsmith.heads.transitions import CandidateSelector
+from draftsmith.heads.transitions import Block, CandidateSelector
 
 V, H, RANK, TOP, N = 12, 8, 3, 4, 6
 
@@ -65,6 +66,34 @@ def test_the_states_that_give_a_lattice_its_candidates_are_trained_too() -> None
     assert all(weight.grad is not None and weight.grad.any() for weight in drafter.lilicorr.layers.parameters())
 
 
+def test_candidates_of_a_draft_vocabulary_are_known_by_their_tokens() -> None:
+    """The scores after the third candidate are the same where tokens are other numbers than rows of the logits."""
+    torch.manual_seed(0)
+    sizes = {"candidate_topk": TOP, "hidden_size": 8, "num_heads": 2, "factor_dim": 4}
+    lattice = LatticeReranker(H, 4, 1e-6, **sizes).double()
+    states_nKH, last_nH, table_VH = (torch.randn(*shape, H).double() for shape in ((N, 3), (N,), (V,)))
+    log_probs_nKk, rows_nKk = torch.randn(N, 3, V).double().log_softmax(-1).topk(TOP)
+    found: list[list[torch.Tensor]] = []
+    for factor in (1, 2):
+        block = Block(
+            states_nKH,
+            lambda: last_nH,
+            lambda k: (log_probs_nKk, rows_nKk),
+            lambda rows, factor=factor: rows * factor,
+            lambda tokens, factor=factor: table_VH[tokens // factor],
+        )
+        carried, values = lattice.begin(block), []
+        for k in range(3):
+            before_n = factor * (rows_nKk[:, k - 1, 2] if k else torch.zeros(N).long())
+            of_k_nX, carried = lattice.read(carried, before_n, states_nKH[:, k])
+            values.append(of_k_nX)
+        found.append(values)
+    torch.testing.assert_close(*found)
+    for k in range(1, 3):
+        assert torch.equal(found[0][k][:, TOP:].long(), rows_nKk[:, k])
+        assert not torch.isclose(found[0][k][:, :TOP], log_probs_nKk[:, k]).any()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -75,6 +104,10 @@ def test_the_states_that_give_a_lattice_its_candidates_are_trained_too() -> None
             "lilicorr_candidate_topk=2; expected 0",
         ),
         ({"lilicorr_candidate_topk": V + 1}, f"lilicorr_candidate_topk={V + 1}; expected at most the {V} tokens"),
+        (
+            {"lilicorr_candidate_topk": 4, "draft_vocab_size": 3},
+            "lilicorr_candidate_topk=4; expected at most the 3 tok",
+        ),
         ({"lilicorr_candidate_topk": 2, "lilicorr_num_heads": 3}, "lilicorr_num_heads=3; expected a divisor of"),
         ({"conv_kernel_size": 5}, "conv_kernel_size=5; expected at most the block size 4"),
         ({"conv_kernel_size": 2, "conv_group_size": 3}, f"conv_group_size=3; expected a divisor of the width {H}"),
