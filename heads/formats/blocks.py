@@ -335,10 +335,13 @@ def _mask_embedding(published: Published, mask_token: int) -> tuple[Tensor, bool
 
 
 def write_dflash_for_vllm(source: Source[DFlash]) -> Serving:
-    """Write the layout of speculators; for attention that it cannot hold that of z-lab and NVIDIA, or DeepSpec's."""
+    """Write the layout of speculators; for attention that it cannot hold that of z-lab and NVIDIA, or DeepSpec's.
+
+    Windows in the former count from the anchor, but not in vLLM.
+    """
     drafter, sees = source.drafter, source.drafter.body.sees
     sinks = {"attention_sink_bias": True} if drafter.body.sinks(0) is not None else {}
-    if not drafter.lilicorr and not sinks and not sees.causal and (sees.from_anchor or not any(sees.windows)):
+    if not drafter.lilicorr and not sinks and not sees.causal and not any(sees.windows):
         return write_dflash_speculator(source)
     kind, (mask_token, embeddings), anchored = vllm_kind(source), mask_token_of(source), drafter.body.first == 0
     own, named = _attention_fields(source), {**_layer_fields(source), "mask_token_id": mask_token}
@@ -418,7 +421,8 @@ def _attention_fields(source: Source[DFlash]) -> dict[str, Any]:
     sizes = sorted({size for size in sees.windows if size is not None})
     source.require(len(sizes) < 2, f"windows of {sizes} tokens", "one size, or format=transformers")
     counted = not sizes or not sees.from_anchor
-    source.require(counted, "a window that counts from the anchor", "from each position, or format=transformers")
+    problem = "a window that counts from the anchor, which engines count from each position"
+    source.require(counted, problem, "one of positions, or format=transformers")
     kinds = ["full_attention" if size is None else "sliding_attention" for size in sees.windows]
     fields: dict[str, Any] = {"layer_types": kinds}
     if sizes:

@@ -133,7 +133,7 @@ def require_plain_target(source: Source[DFlash]) -> None:
 
 
 def write_dflash_speculator(source: Source[DFlash]) -> Serving:
-    """Write DFlash, DSpark or DFlash 2, with embeddings only where the mask's embedding was trained."""
+    """Write DFlash, DSpark or DFlash 2 without windows, with embeddings only where the mask's embedding was trained."""
     drafter, kind, second = source.drafter, vllm_kind(source), walk_fields(source)
     rank, confident, anchored = (
         drafter.options()["markov_rank"],
@@ -143,14 +143,13 @@ def write_dflash_speculator(source: Source[DFlash]) -> Serving:
     layout, architecture = kind, "DSparkDraftModel" if kind == "dspark" else "DFlashDraftModel"
     if second:
         layout, architecture = "dflash2", "DFlash2DraftModel"
-    non_causal, layer_changes = _causality(source, kind)
     mask_token, embeddings = mask_token_of(source)
     config: dict[str, Any] = {
         "aux_hidden_state_layer_ids": _layer_ids(source),
         "block_size": drafter.block_size,
         "mask_token_id": mask_token,
         "sample_from_anchor": anchored,
-        "sliding_window_non_causal": non_causal,
+        "sliding_window_non_causal": True,  # by this key vLLM makes all layers causal, or none
         "draft_vocab_size": drafter.draft_vocab_size or drafter.vocab_size,
     }
     config |= second
@@ -158,14 +157,8 @@ def write_dflash_speculator(source: Source[DFlash]) -> Serving:
         config |= {"markov_rank": rank, "markov_head_type": "vanilla", "enable_confidence_head": confident}
         config["confidence_head_with_markov"] = bool(confident and rank)
     tensors = block_tensors(source) | embeddings
-    _write(source, layout, architecture, config, tensors, model_type="qwen3", **layer_changes)
-    notes = []
-    if any(drafter.body.sees.windows):
-        notes.append(
-            "A window was trained from the anchor of a block. vLLM counts it from each position, so that position k "
-            "of a block, counted from 0, sees k + 1 features fewer."
-        )
-    return on_vllm(source, kind, notes + ([trained_mask_note(mask_token)] if embeddings else []))
+    _write(source, layout, architecture, config, tensors, model_type="qwen3")
+    return on_vllm(source, kind, [trained_mask_note(mask_token)] if embeddings else [])
 
 
 def trained_mask_note(mask_token: int) -> str:
@@ -195,21 +188,6 @@ def walk_fields(source: Source[DFlash]) -> dict[str, Any]:
         source.require(fits, f"{value} with {said}, {LILICORR[0]}={candidates}", f"one of them, or {otherwise}")
     keys = DFLASH2 if rank else (*LILICORR, *(DFLASH2[:2] if taps else ()))
     return {key: options[key] for key in keys}
-
-
-def _causality(source: Source[DFlash], kind: str) -> tuple[bool, dict[str, bool]]:
-    """Return `sliding_window_non_causal` and further keys of the layers, with which vLLM sees what the drafter was
-    trained to see; raise ConfigError where there are none.
-
-    vLLM 0.32 and 0.33 take the first of these that is there: `is_causal` of the layers; for DFlash the opposite of
-    `sliding_window_non_causal`, both for all layers; otherwise only layers with a window are causal.
-    """
-    sees = source.drafter.body.sees
-    sliding = [size is not None for size in sees.windows]
-    causal = sees.causal_windows and any(sliding)
-    fits = kind == "dspark" or not causal or all(sliding)
-    source.require(fits, "causal windows on some of its layers", "windows on all of them, or format=transformers")
-    return not causal, {"is_causal": False} if kind == "dspark" and any(sliding) and not causal else {}
 
 
 def block_tensors(source: Source[DFlash]) -> dict[str, Tensor]:
@@ -268,7 +246,7 @@ def _write(
     The config of the layers is the body's with `layer_changes`.
     """
     body = source.drafter.body.config
-    windows = source.drafter.body.sees.windows if isinstance(source.drafter, DFlash) else windows_of(body)
+    windows = windows_of(body)
     sizes = {size for size in windows if size is not None}
     source.require(len(sizes) < 2, f"windows of {sorted(sizes)} tokens", "one size, or format=transformers")
     if sizes:

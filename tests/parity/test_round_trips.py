@@ -79,17 +79,13 @@ def speculators_dflash(target: LlamaForCausalLM) -> Folder:
 
 
 def speculators_dflash_as_saved(target: LlamaForCausalLM) -> Folder:
-    """With the target's embeddings and lm_head, and a window as the package's command has by default."""
+    """With the target's embeddings and lm_head."""
     config, tensors = speculators_dflash(target)
-    window = {"layer_types": ["sliding_attention"], "sliding_window": 3, "use_sliding_window": True}
-    config["transformer_layer_config"] |= window
-    return config | {"sliding_window_non_causal": False}, tensors | _targets(target)
+    return config, tensors | _targets(target)
 
 
-def speculators_dspark_of_8_tokens_in_a_window(target: LlamaForCausalLM) -> Folder:
+def speculators_dspark_of_8_tokens(target: LlamaForCausalLM) -> Folder:
     config, tensors = speculators_dspark(target)
-    window = {"layer_types": ["sliding_attention"], "sliding_window": 3, "use_sliding_window": True}
-    config["transformer_layer_config"] |= window
     embeddings = {"embed_tokens.weight": target.get_input_embeddings().weight}
     return config | {"sliding_window_non_causal": True}, tensors | embeddings
 
@@ -321,7 +317,7 @@ LAYOUTS: list[tuple[Callable[[LlamaForCausalLM], Folder], str]] = [
     (speculators_peagle, "vllm"),
     (speculators_dflash, "vllm"),
     (speculators_dflash_as_saved, "vllm"),
-    (speculators_dspark_of_8_tokens_in_a_window, "vllm"),
+    (speculators_dspark_of_8_tokens, "vllm"),
     (speculators_dflash_with_a_trained_mask, "vllm"),
     (speculators_dspark, "vllm"),
     (sglang_eagle3, "sglang"),
