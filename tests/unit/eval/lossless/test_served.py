@@ -101,8 +101,8 @@ def test_lossless_servers_pass(rule: str, texts: bool, baseline: bool) -> None:
     expected = [ALONE, TOGETHER, COLD, STOP, END, SAMPLED]
     assert {name: arm.verdict for name, arm in arms.items()} == dict.fromkeys(expected, "lossless")
     assert not notes
-    reference = {"baseline": "http://127.0.0.1:1"} if baseline else {}
-    settings = CheckSettings(target="tiny", server="http://127.0.0.1", **reference)
+    other = "http://127.0.0.1:1" if baseline else None
+    settings = CheckSettings(target="tiny", server="http://127.0.0.1", baseline=other)
     own = f"greedy texts are the {'baseline' if baseline else 'target'}'s own"
     told = sentences(Check(settings, {}, "", [*arms.values()]))
     assert sum(own in line for line in told) == sum(arm.greedy is not None for arm in arms.values())
