@@ -1,7 +1,7 @@
 """The interface of every drafter and the types that it receives. Each drafter is implemented in a file of its own."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self, get_args
 
@@ -434,6 +434,9 @@ class TrainableDrafter(Drafter, ABC):
         Where the lm_head is the target's, the drafter then predicts about as well as a constant distribution.
         `frequencies_D`: the probability in the responses of each token of the draft vocabulary; none is zero.
         """
+
+    def start_on_next_states(self, batches: Iterable[TeacherSignals]) -> None:
+        """Let an untrained drafter predict the target's next state by a regression on as many batches as it needs."""
 
     @abstractmethod
     def config(self) -> dict[str, Any]:

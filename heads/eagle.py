@@ -8,6 +8,7 @@ EAGLE-1 (Li et al. 2024, arXiv:2401.15077) is trained on the target's states alo
 al. 2024, arXiv:2408.15766) also on its own states, over several steps, as in decoding.
 """
 
+from collections.abc import Iterable
 from typing import Any, ClassVar, Self
 
 import torch
@@ -16,7 +17,7 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from draftsmith.heads.autoregressive import AutoregressiveDrafter, DraftNetwork
 from draftsmith.heads.base import FINAL, TeacherSignals
-from draftsmith.heads.initial_weights import best_state, copied_share, final_states_of, silence
+from draftsmith.heads.initial_weights import Regression, silence
 from draftsmith.heads.layers import Attend, DecoderLayer, Rope, layer_config
 
 
@@ -78,18 +79,18 @@ class Eagle(AutoregressiveDrafter[EagleNetwork]):
         return drafter
 
     @torch.no_grad()
-    def start_body(self, signals: TeacherSignals, frequencies_D: Tensor) -> None:
-        """Begin with the target's state, drawn towards the state that predicts the tokens' frequencies."""
-        body, hidden_nH = self.body, final_states_of(signals)
-        hidden, device = body.config.hidden_size, body.fc.weight.device
-        mean_H, state_H = hidden_nH.mean(0), best_state(body.target_head, frequencies_D, hidden)
-        # The next step reads the state of this one, so its distance from the mean counts as well.
-        read = (hidden_nH, torch.stack([state_H, 2 * mean_H - state_H]))
-        share = min(copied_share(body.target_head(states_nH).float(), frequencies_D) for states_nH in read)
+    def start_on_next_states(self, batches: Iterable[TeacherSignals]) -> None:
+        """Begin with the linear prediction of the target's next state from the embedding and the state."""
+        body = self.body
+
+        def inputs(states_nH: Tensor, tokens_n: Tensor) -> Tensor:
+            both_nF = torch.cat([body.embed(tokens_n), states_nH.to(body.dtype)], -1)
+            return nn.functional.pad(both_nF, (0, 1), value=1.0)  # the bias
+
+        weight_HF = Regression.of(batches, inputs).weight_HF
         silence(body)
-        body.fc.weight.zero_()
-        body.fc.weight[:, hidden:] = share * torch.eye(hidden, device=device)
-        body.fc.bias.copy_(state_H - share * mean_H)
+        body.fc.weight.copy_(weight_HF[:, :-1])
+        body.fc.bias.copy_(weight_HF[:, -1])
 
     def options(self) -> dict[str, Any]:
         return {**super().options(), "noise": self.noise}

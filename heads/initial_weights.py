@@ -7,12 +7,17 @@ logits of a new drafter become those of the tokens' frequencies u in the respons
     own lm_head         W z  becomes  share * W (z - mean z) + log u,    with log u added as log u m^T z,  m.z = 1
     target's lm_head    the drafter's state becomes  share * (h - mean h) + c,    with lm_head(c) = log u + constant
 
+Drafters whose first layer reads a state and the next token's embedding, and whose lm_head is the target's, begin with
+the linear prediction of the target's next state (`Regression`).
+
 Only existing weights change. Inputs z of language models have a large constant part (massive activations: Sun et al.
 2024, arXiv:2402.17762), which is why some m has m.z close to 1 for all z.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +33,11 @@ SPREAD = 0.45
 says nothing about the next token, it costs about SPREAD ** 2 / 2 = 0.1 nats."""
 RIDGE = 0.1
 """Penalty of the ridge regression in `constant_reader`, relative to the mean square of the inputs."""
+
+REGRESSED = 16
+"""Tokens for each input of the layer that `Regression` fits."""
+PENALTY = 0.5
+"""Penalty of `Regression` relative to the mean square of each input, times inputs per token."""
 
 
 def frequencies(counts_V: Tensor) -> Tensor:
@@ -56,6 +66,49 @@ def sampled(states_nF: Tensor) -> Tensor:
     """Return at most `SAMPLED` of the rows, evenly spaced, in float32."""
     places = torch.linspace(0, len(states_nF) - 1, min(SAMPLED, len(states_nF)), device=states_nF.device).long()
     return states_nF[places].float()
+
+
+def next_states(signals: TeacherSignals) -> tuple[Tensor, Tensor, Tensor]:
+    """Return features [n, F'], the tokens [n] after them, and the target's states [n, H] at these tokens.
+
+    Of all neighbours in one document, in prompts as well as answers, whose states are finite.
+    """
+    ids_BT, hidden_BTH = signals.input_ids_BT, signals.hidden_BTH
+    features_BTF = hidden_BTH if signals.features_BTF is None else signals.features_BTF
+    kept_BT = signals.attention_mask_BT.bool() & hidden_BTH.isfinite().all(-1) & features_BTF.isfinite().all(-1)
+    pairs_BT = kept_BT[:, :-1] & kept_BT[:, 1:]
+    if signals.documents_BT is not None:
+        pairs_BT &= signals.documents_BT[:, :-1] == signals.documents_BT[:, 1:]
+    return features_BTF[:, :-1][pairs_BT], ids_BT[:, 1:][pairs_BT], hidden_BTH[:, 1:][pairs_BT]
+
+
+class Regression(NamedTuple):
+    """The best linear prediction y = W z of the target's next state, and some of the samples that it is fitted to."""
+
+    weight_HF: Tensor
+    inputs_nF: Tensor
+    wanted_nH: Tensor
+
+    @classmethod
+    def of(cls, batches: Iterable[TeacherSignals], inputs: Callable[[Tensor, Tensor], Tensor]) -> "Regression":
+        """Fit W to the first `REGRESSED` tokens for each input, or to all there are, by ridge regression.
+
+        `inputs`: maps features [n, F'] and next tokens [n] to z [n, F].
+        """
+        count, gram_FF, cross_FH, first = 0, torch.zeros(()), torch.zeros(()), None
+        for signals in batches:
+            features_nF, tokens_n, wanted_nH = next_states(signals)
+            z_nF, wanted_nH = inputs(features_nF, tokens_n).float(), wanted_nH.float()
+            gram_FF, cross_FH = z_nF.T @ z_nF + gram_FF.to(z_nF), z_nF.T @ wanted_nH + cross_FH.to(z_nF)
+            first, count = first or (sampled(z_nF), sampled(wanted_nH)), count + len(z_nF)
+            if count >= REGRESSED * z_nF.shape[1]:
+                break
+        assert first is not None, "there is a first batch"
+        solved_FF = gram_FF.cpu().double()
+        squares_F = solved_FF.diagonal().clamp_min(1e-9 * float(solved_FF.diagonal().max()) + 1e-30)
+        solved_FF.diagonal().add_(squares_F * PENALTY * len(squares_F) / max(1, count))
+        weight_FH = torch.linalg.solve(solved_FF, cross_FH.cpu().double())
+        return cls(weight_FH.T.to(gram_FF), *first)
 
 
 def inputs_of(module: nn.Module, run: Callable[[], object]) -> Tensor:
@@ -140,12 +193,18 @@ def input_sizes(drafter: TrainableDrafter, signals: TeacherSignals) -> dict[Tens
 
 
 @torch.no_grad()
-def fit_start(drafter: TrainableDrafter, signals: TeacherSignals, frequencies_V: Tensor) -> None:
-    """Change the weights of an untrained drafter so that it predicts about as well as a constant distribution."""
+def fit_start(
+    drafter: TrainableDrafter, signals: TeacherSignals, frequencies_V: Tensor, more: Iterable[TeacherSignals] = ()
+) -> None:
+    """Change the weights of an untrained drafter so that it predicts at least as well as a constant distribution.
+
+    `more`: further batches, of which drafters that begin with a regression take as many as it needs.
+    """
     vocabulary = drafter.draft_vocabulary
     u_D = frequencies_V if vocabulary is None else frequencies_V[vocabulary.tokens_D.to(frequencies_V.device)]
     u_D = u_D / u_D.sum()
     drafter.start_body(signals, u_D)
+    drafter.start_on_next_states(chain([signals], more))
     if heads := drafter.own_lm_heads():
         _start_lm_heads(drafter.unroll(signals), heads, signals, u_D)
 

@@ -10,6 +10,7 @@ DeepSeek-AI 2024 (DeepSeek-V3), arXiv:2412.19437, section 2.2. Drafting several 
 on its own states with weights that decrease with the step: FastMTP (Cai et al. 2025, arXiv:2509.18362).
 """
 
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
@@ -19,7 +20,7 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedModel
 from draftsmith.heads.autoregressive import AutoregressiveDrafter
 from draftsmith.heads.base import FINAL, Context, DraftStates, Runner, TeacherSignals
 from draftsmith.heads.formats.native_mtp import expected_layer, read_native, stated_modules
-from draftsmith.heads.initial_weights import best_state, constant_reader, copied_share, final_states_of, silence
+from draftsmith.heads.initial_weights import Regression, silence
 from draftsmith.heads.layers import layer_config, windows_of
 from draftsmith.heads.mtp_modules import ModuleRunner
 from draftsmith.heads.mtp_network import MtpNetwork
@@ -107,21 +108,24 @@ class Mtp(AutoregressiveDrafter[MtpNetwork]):
             network.attach(target)
 
     @torch.no_grad()
-    def start_body(self, signals: TeacherSignals, frequencies_D: Tensor) -> None:
-        """Begin with the target's normed state, drawn towards the state that predicts the tokens' frequencies."""
+    def start_on_next_states(self, batches: Iterable[TeacherSignals]) -> None:
+        """Begin with the linear prediction of the target's next state from the normed state and embedding."""
         body = self.body
-        hidden, device = body.config.hidden_size, body.input_proj.weight.device
-        state_H = best_state(body.target_head, frequencies_D, hidden)
-        gain = state_H.square().mean().sqrt().clamp_min(1e-3)
-        normed_nH = body.hidden_layernorm(final_states_of(signals))
-        share = copied_share(body.target_head(gain * normed_nH).float(), frequencies_D)
-        # The next step reads the state of this one, for which m.z should be 1, too.
-        fed_back_nH = body.hidden_layernorm(state_H).expand(max(1, len(normed_nH) // 4), -1)
+
+        def inputs(states_nH: Tensor, tokens_n: Tensor) -> Tensor:
+            normed = body.hidden_layernorm(states_nH.to(body.dtype)), body.token_layernorm(body.embed(tokens_n))
+            return torch.cat(normed, -1)
+
+        fitted = Regression.of(batches, inputs)
+        gain_H = fitted.wanted_nH.square().mean(0).sqrt()
+        gain_H = gain_H.clamp_min(float(gain_H.mean()) / 100 + 1e-6)
         silence(body)
-        body.input_proj.weight.zero_()
-        body.input_proj.weight[:, :hidden] = share * torch.eye(hidden, device=device)
-        body.input_proj.weight[:, :hidden].addr_(state_H / gain, constant_reader(torch.cat([normed_nH, fed_back_nH])))
-        nn.init.constant_(body.final_layernorm.weight, float(gain))
+        body.input_proj.weight.copy_(fitted.weight_HF / gain_H[:, None])
+        # The norm gives every prediction the same size; the factor is that of the smallest squared error.
+        predicted_nH = gain_H * nn.functional.normalize(fitted.inputs_nF @ body.input_proj.weight.T, dim=-1)
+        predicted_nH = predicted_nH * len(gain_H) ** 0.5
+        share = (predicted_nH * fitted.wanted_nH / gain_H**2).sum() / (predicted_nH / gain_H).square().sum()
+        body.final_layernorm.weight.copy_(share.clamp(0.1, 1) * gain_H)
         weights = {name: value for name, value in body.state_dict().items() if not name.startswith("vocabulary.")}
         for network in self.networks[1:]:  # which read the states of this one
             network.load_state_dict(weights)

@@ -1,6 +1,6 @@
 """The start of a run's drafter: untrained weights are fitted to a first batch, and the sizes of its inputs measured."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -39,7 +39,8 @@ def start_drafter(
     torch.manual_seed(recipe.train.seed)  # block drafters draw the positions that they are trained at
     if not starts_trained(recipe):
         counts_V = token_counts(data.rows.select(range(data.trained)), teacher.lm_head.weight.shape[0])
-        fit_start(drafter, signals, frequencies(counts_V).to(signals.hidden_BTH.device))
+        more = (teacher.signals(batch(rows)) for rows in _later_rows(recipe, data))
+        fit_start(drafter, signals, frequencies(counts_V).to(signals.hidden_BTH.device), more)
     sizes = input_sizes(drafter, signals)
     drafter.train()
     return sizes
@@ -61,6 +62,13 @@ def _signals(
             return signals
         excluded.update(index for index, is_finite in zip(indices, finite, strict=True) if not is_finite)
     return None
+
+
+def _later_rows(recipe: Recipe, data: TrainingData) -> Iterator[list[int]]:
+    """Yield the rows of the second step and of those after it, up to the first epoch's last whole step."""
+    size, excluded = recipe.train.batch_size, set(recipe.data.exclude_rows)
+    for step in range(1, data.trained // size):
+        yield batch_indices(recipe.train.seed, step, size, data.trained, excluded)
 
 
 def _first_rows(recipe: Recipe, data: TrainingData, excluded: set[int]) -> list[int]:

@@ -1,5 +1,6 @@
 """Untrained drafters predict no worse than a constant distribution, whatever the sizes of the target's states."""
 
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import TeacherSignals, TrainableDrafter
-from draftsmith.heads.initial_weights import best_state, copied_share, fit_start, frequencies, typical_sizes
+from draftsmith.heads.initial_weights import Regression, best_state, copied_share, fit_start, frequencies, typical_sizes
 
 STARTED = {
     **{
@@ -59,6 +60,18 @@ def tiny_lm_head() -> LlamaForCausalLM:
 
 
 TARGETS = {make.__name__: make for make in (plain, large_gain, tiny_lm_head)}
+
+
+NEXT_STATE = {
+    **{name: FAMILIES[name] for name in ("eagle", "hass", "mtp", "mtp of 3 modules")},
+    "mtp, 32 tokens": ("mtp", {"draft_vocabulary": list(range(32))}),
+}
+
+
+def replace_rows(signals: TeacherSignals, rows: slice) -> TeacherSignals:
+    """Return the signals of some texts of a batch."""
+    parts = {name: value[rows] for name, value in vars(signals).items() if isinstance(value, Tensor)}
+    return replace(signals, **parts)
 
 
 class Samples(NamedTuple):
@@ -123,6 +136,55 @@ def test_no_worse_than_a_constant(family: str, target: str) -> None:
     losses = loss_by_position(drafter, signals, model)
     tokens_D = None if drafter.draft_vocabulary is None else drafter.draft_vocabulary.tokens_D
     assert losses.mean() <= best_constant_loss(signals, model, tokens_D) + 0.3, losses
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("family", ["eagle", "hass", "mtp", "mtp of 3 modules", "mtp, 32 tokens"])
+def test_drafters_that_read_the_next_token_begin_with_the_next_state(family: str, target: str) -> None:
+    """Of what a constant leaves open, the regression on the state and the token explains at least a quarter."""
+    model, first_BT, others_BT, counts_V = samples(target)
+    kind, options = NEXT_STATE[family]
+    drafter = HEADS[kind].from_target(model, **options).eval()
+    first = signals_of(model, drafter, first_BT)
+    few, more = (replace_rows(first, rows) for rows in (slice(0, 4), slice(4, None)))
+    fit_start(drafter, few, frequencies(counts_V), iter([more]))
+    signals = signals_of(model, drafter, others_BT)
+    tokens_D = None if drafter.draft_vocabulary is None else drafter.draft_vocabulary.tokens_D
+    losses = loss_by_position(drafter, signals, model)
+    assert losses.mean() <= 0.75 * best_constant_loss(signals, model, tokens_D), losses
+
+
+def test_a_regression_takes_neighbours_of_one_document_with_finite_states() -> None:
+    """Rows in a layout of two documents and padding give the least squares of their own pairs, in as many batches."""
+    generator = torch.Generator().manual_seed(0)
+    ids_BT = torch.randint(0, 9, (6, 40), generator=generator)
+    hidden_BTH = torch.randn(6, 40, 3, generator=generator)
+    attention_BT = torch.ones_like(ids_BT)
+    attention_BT[1, 30:] = 0
+    documents_BT = (torch.arange(40) >= 17).long().expand(6, 40)
+    hidden_BTH[2, 5] = torch.inf
+    pairs = [
+        (row, place)
+        for row in range(6)
+        for place in range(39)
+        if place != 16 and not (row == 1 and place >= 29) and not (row == 2 and place in (4, 5))
+    ]
+    table = torch.randn(9, 4, generator=generator)
+
+    def inputs(states_nH: Tensor, tokens_n: Tensor) -> Tensor:
+        return torch.cat([states_nH, table[tokens_n]], -1)
+
+    rows, places = torch.tensor(pairs).T
+    z_nF = inputs(hidden_BTH[rows, places], ids_BT[rows, places + 1]).double()
+    y_nH = hidden_BTH[rows, places + 1].double()
+    gram_FF = z_nF.T @ z_nF
+    gram_FF.diagonal().mul_(1 + 0.5 * 7 / len(pairs))
+    expected = torch.linalg.solve(gram_FF, z_nF.T @ y_nH).T.float()
+    whole = TeacherSignals(ids_BT, attention_BT, hidden_BTH, attention_BT.bool(), documents_BT=documents_BT)
+    split = [replace_rows(whole, slice(row, row + 1)) for row in range(6)]
+    torch.testing.assert_close(Regression.of([whole], inputs).weight_HF, expected, rtol=1e-4, atol=1e-5)
+    five = Regression.of(split[:5], inputs).weight_HF  # 16 tokens for each of 7 inputs are enough after four rows
+    torch.testing.assert_close(five, Regression.of(split[:4], inputs).weight_HF, rtol=0, atol=0)
 
 
 @torch.no_grad()
