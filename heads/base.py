@@ -3,14 +3,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self, get_args
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.errors import ConfigError
-from draftsmith.heads.configs import LmHeadTraining
 from draftsmith.heads.draft_tree import Draft
 from draftsmith.heads.lm_head import DraftVocabulary
 from draftsmith.heads.rows import Columns
@@ -457,26 +455,3 @@ class TrainableDrafter(Drafter, ABC):
 
     def attach(self, target: PreTrainedModel) -> None:
         """Store references to the modules of `target` that the drafter shares and does not save; called before use."""
-
-
-class FreezableLmHead(TrainableDrafter):
-    """A drafter whose own lm_heads may stay as they start, by its option `lm_head`."""
-
-    _lm_head: LmHeadTraining = "trained"
-
-    @property
-    def lm_head(self) -> LmHeadTraining:
-        """Whether training changes the own lm_heads."""
-        return self._lm_head
-
-    @lm_head.setter
-    def lm_head(self, value: LmHeadTraining) -> None:
-        if value not in get_args(LmHeadTraining):
-            raise ConfigError.of("lm_head", value, f"one of {', '.join(get_args(LmHeadTraining))}")
-        self._lm_head = value
-        for head in self.own_lm_heads():
-            head.requires_grad_(value == "trained")
-
-    def unfreeze(self) -> None:
-        super().unfreeze()
-        self.lm_head = self.lm_head  # its heads stay frozen where they are

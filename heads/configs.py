@@ -18,7 +18,6 @@ from draftsmith.reading import parse_specification, specified_name
 
 Start = Literal["untrained", "target", "trained"]
 """Weights of a new drafter: untrained, copied from the target, or trained before."""
-LmHeadTraining = Literal["trained", "frozen"]
 
 
 class DrafterSection(Section):
@@ -64,13 +63,6 @@ class VocabularyOption(DrafterSection):
     """Size of the draft vocabulary, the most frequent tokens of the responses; by default the whole vocabulary."""
 
 
-class LmHeadOption(DrafterSection):
-    """The option of drafters whose lm_head can stay as it starts."""
-
-    lm_head: LmHeadTraining = "trained"
-    """'frozen' keeps the rows of the target's lm_head that it starts with, without gradient and optimizer state."""
-
-
 class WindowOption(VocabularyOption):
     """The option of networks whose layers can attend to the last tokens alone."""
 
@@ -78,7 +70,7 @@ class WindowOption(VocabularyOption):
     """Tokens that a layer attends to; by default all. Its memory and time then stop growing with the context."""
 
 
-class MedusaSection(LmHeadOption, VocabularyOption):
+class MedusaSection(VocabularyOption):
     type: Literal["medusa"]
     num_heads: Depth = 3
     """Number of heads, which is the maximum draft length."""
@@ -134,7 +126,7 @@ class HassSection(EagleSection):
     """Number of trained steps, each on the states of the last."""
 
 
-class Eagle3Section(LmHeadOption, WindowOption):
+class Eagle3Section(WindowOption):
     type: Literal["eagle3"]
     num_hidden_layers: Depth = 1
     """Number of decoder layers; the first reads the concatenation of embedding and state."""
@@ -173,7 +165,7 @@ class MtpSection(VocabularyOption):
         return "trained" if self.init == "native" else "untrained"
 
 
-class ParallelEagleSection(LmHeadOption, WindowOption):
+class ParallelEagleSection(WindowOption):
     type: Literal["peagle"]
     num_tokens: Depth = 5
     """Draft tokens per pass, which is the maximum draft length."""

@@ -18,8 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import AutoregressiveDrafter, DraftNetwork, NetworkDrafter
-from draftsmith.heads.base import Context, FreezableLmHead, Level, TeacherSignals, unread
-from draftsmith.heads.configs import LmHeadTraining
+from draftsmith.heads.base import Context, Level, TeacherSignals, unread
 from draftsmith.heads.initial_weights import final_states_of, silence, typical_sizes
 from draftsmith.heads.layers import Attend, DecoderLayer, Rope, SelfAttention, layer_config, norm
 from draftsmith.heads.lm_head import weight_of
@@ -123,11 +122,10 @@ OPTIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Boolean options of the network that other projects' layouts may have."""
 
 
-class Eagle3(FreezableLmHead, AutoregressiveDrafter[Eagle3Network]):
+class Eagle3(AutoregressiveDrafter[Eagle3Network]):
     """EAGLE-3, with its options EAGLE-3.1."""
 
     type: ClassVar[str] = "eagle3"
-    training_options: ClassVar[tuple[str, ...]] = ("train_steps", "lm_head")
     divides_texts: ClassVar[bool] = True
 
     def __init__(
@@ -137,12 +135,11 @@ class Eagle3(FreezableLmHead, AutoregressiveDrafter[Eagle3Network]):
         layers: tuple[int, ...],
         train_steps: int = 7,
         draft_vocab_size: int | None = None,
-        lm_head: LmHeadTraining = "trained",
         **options: bool,
     ) -> None:
         network = Eagle3Network(body, len(layers), draft_vocab_size=draft_vocab_size, **options)
         super().__init__(network, layers, train_steps)
-        self._options, self.lm_head = options, lm_head
+        self._options = options
 
     @classmethod
     def from_target(
@@ -175,7 +172,7 @@ class Eagle3(FreezableLmHead, AutoregressiveDrafter[Eagle3Network]):
         self.body.start(self.feature_inputs(signals), final_states_of(signals))
 
     def options(self) -> dict[str, Any]:
-        return {**super().options(), "lm_head": self.lm_head, **self._options}
+        return {**super().options(), **self._options}
 
 
 def three_depths(target: PreTrainedModel) -> tuple[int, ...]:
@@ -191,7 +188,7 @@ def three_depths(target: PreTrainedModel) -> tuple[int, ...]:
 # Shapes: B rows, T positions, H hidden size, K draft tokens.
 
 
-class ParallelEagle(FreezableLmHead, NetworkDrafter[Eagle3Network]):
+class ParallelEagle(NetworkDrafter[Eagle3Network]):
     """P-EAGLE: EAGLE-3's network drafts all positions in one pass, with mask tokens in place of unknown tokens.
 
         position     t          t+1     t+2     t+3
@@ -205,7 +202,6 @@ class ParallelEagle(FreezableLmHead, NetworkDrafter[Eagle3Network]):
     """
 
     type: ClassVar[str] = "peagle"
-    training_options: ClassVar[tuple[str, ...]] = ("lm_head",)
 
     def __init__(
         self,
@@ -216,14 +212,13 @@ class ParallelEagle(FreezableLmHead, NetworkDrafter[Eagle3Network]):
         mask_token: int,
         draft_vocab_size: int | None = None,
         mask_before_fc: bool = False,
-        lm_head: LmHeadTraining = "trained",
         **options: bool,
     ) -> None:
         super().__init__(Eagle3Network(body, len(layers), draft_vocab_size=draft_vocab_size, **options), layers)
         self._options, self.mask_before_fc = options, mask_before_fc
         self.mask_hidden = nn.Parameter(torch.zeros(body.hidden_size * (len(layers) if mask_before_fc else 1)))
         self.num_tokens = self.max_draft_length = num_tokens
-        self.mask_token, self.lm_head = mask_token, lm_head
+        self.mask_token = mask_token
 
     @classmethod
     def from_target(
@@ -269,7 +264,7 @@ class ParallelEagle(FreezableLmHead, NetworkDrafter[Eagle3Network]):
 
     def options(self) -> dict[str, Any]:
         sizes = {"num_tokens": self.num_tokens, "mask_token": self.mask_token, "mask_before_fc": self.mask_before_fc}
-        return {**sizes, "draft_vocab_size": self.draft_vocab_size, "lm_head": self.lm_head, **self._options}
+        return {**sizes, "draft_vocab_size": self.draft_vocab_size, **self._options}
 
     def _mask_state(self) -> Tensor:
         """Return the state [H] of masks."""

@@ -23,14 +23,12 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.base import (
     Context,
     DraftStates,
-    FreezableLmHead,
     Level,
     ModuleTypes,
     Needs,
     TeacherSignals,
     TrainableDrafter,
 )
-from draftsmith.heads.configs import LmHeadTraining
 from draftsmith.heads.lm_head import DraftVocabulary, copy_lm_head, lm_head_weight
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.read_positions import ReadPositions
@@ -197,13 +195,12 @@ SIZES = ("hidden_size", "vocab_size", "num_heads", "num_layers", "shared_lm_head
 """Values in the config of Medusa and Hydra."""
 
 
-class Medusa(FreezableLmHead, HeadsDrafter):
+class Medusa(HeadsDrafter):
     """K heads of residual blocks and an lm_head each; with `shared_lm_head` one lm_head for all."""
 
     type: ClassVar[str] = "medusa"
     block_types: ClassVar[ModuleTypes] = (ResidualBlock,)
-    training_options: ClassVar[tuple[str, ...]] = ("lm_head",)
-    stored: ClassVar[tuple[str, ...]] = (*SIZES, "lm_head")
+    stored: ClassVar[tuple[str, ...]] = SIZES
 
     def __init__(
         self,
@@ -213,7 +210,6 @@ class Medusa(FreezableLmHead, HeadsDrafter):
         num_layers: int = 1,
         shared_lm_head: bool = False,
         draft_vocab_size: int | None = None,
-        lm_head: LmHeadTraining = "trained",
     ) -> None:
         super().__init__()
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
@@ -223,7 +219,6 @@ class Medusa(FreezableLmHead, HeadsDrafter):
             nn.Sequential(*(ResidualBlock(hidden_size) for _ in range(num_layers))) for _ in range(num_heads)
         )
         self.lm_heads = LmHeads(num_heads, hidden_size, vocab_size, draft_vocab_size, shared_lm_head)
-        self.lm_head = lm_head
 
     def begin(self, rows: list[int]) -> Tensor:
         self._hidden_B1H = self.committed_states(rows)[:, None]

@@ -147,17 +147,6 @@ def test_all_engines_train_the_same_drafter(engine: str, runs: Runs) -> None:
     runs.require_same(engine, "one")
 
 
-@pytest.mark.parametrize("engine", mostly_slow(SEVERAL, "zero3"))
-def test_a_frozen_lm_head_needs_no_shard_to_agree(engine: str, runs: Runs) -> None:
-    if not (runs.place / "frozen").exists():
-        runs.run("frozen", "one", "drafter.lm_head=frozen")
-    runs.run(f"{engine}-frozen", engine, "drafter.lm_head=frozen")
-    runs.require_same(f"{engine}-frozen", "frozen")
-    assert not any("lm_head" in name for name in runs.weights(f"{engine}-frozen"))
-    kept = [load_file(runs.place / name / "drafter" / "model.safetensors") for name in (f"{engine}-frozen", "frozen")]
-    torch.testing.assert_close(*(weights["body.lm_head.weight"] for weights in kept), **LOSS)
-
-
 @pytest.mark.parametrize("engine", mostly_slow(["fsdp2", "zero2", "zero3"], "fsdp2", "zero3"))
 def test_an_engine_continues_bit_by_bit(engine: str, runs: Runs) -> None:
     again = runs.copied(engine, f"{engine}-again")

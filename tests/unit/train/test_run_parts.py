@@ -24,7 +24,6 @@ DRAFTERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("draft_model", {}, {}),
     ("medusa", {}, {}),
     ("medusa", {"draft_vocab_size": 32}, {"draft_vocabulary": KEPT}),
-    ("medusa", {"lm_head": "frozen", "shared_lm_head": True}, {}),
     ("hydra", {}, {}),
     ("eagle", {}, {}),
     ("eagle3", {"layers": [1, 2], "draft_vocab_size": 32}, {"draft_vocabulary": KEPT}),
@@ -32,9 +31,7 @@ DRAFTERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("mtp", {"num_modules": 2}, {}),
     ("mtp", {"draft_vocab_size": 32}, {"draft_vocabulary": KEPT}),
     ("hass", {"draft_vocab_size": 32}, {"draft_vocabulary": KEPT}),
-    ("eagle3", {"layers": [1, 2], "lm_head": "frozen"}, {}),
     ("peagle", {"layers": [1, 2]}, {}),
-    ("peagle", {"layers": [1, 2], "lm_head": "frozen"}, {}),
     ("peagle", {"layers": [1, 2], "mask_before_fc": True}, {}),
     ("dflash", {"layers": [1, 2], "block_size": 4}, {}),
 ]
@@ -69,9 +66,6 @@ def test_training_starts_from_a_trained_drafter(
     flags = {name: parameter.requires_grad for name, parameter in fresh.named_parameters()}
     assert {name: parameter.requires_grad for name, parameter in found.named_parameters()} == flags
     assert any(flags.values())
-    assert options.get("lm_head") != "frozen" or {name for name, flag in flags.items() if not flag} == {
-        name for name in flags if "lm_head" in name
-    }
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -99,22 +93,6 @@ def test_what_the_recipe_says_holds_for_a_trained_drafter(
         said = f"drafter.{key}={value!r}; expected {own!r}, as start_from={tmp_path / 'saved'} has"
         with pytest.raises(ConfigError, match=re.escape(said)):
             found(**{key: value})
-
-
-def test_an_lm_head_stays_frozen_unless_the_recipe_says_otherwise(
-    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    model = make_llama().requires_grad_(False)
-    saved = HEADS["eagle3"].from_target(model, layers=[1, 2], lm_head="frozen")
-    described = describe_target(model, tiny_tokenizer, "tiny")
-    save_drafter(saved, tmp_path / "saved", target=described, recipe=None, draft_length=2, tokenizer=tiny_tokenizer)
-    for said, frozen in ({}, True), ({"lm_head": "trained"}, False):
-        drafter = {"type": "eagle3", "layers": [1, 2], **said}
-        values = {"name": "n", "output": "o", "drafter": drafter, "start_from": str(tmp_path / "saved")}
-        found = make_drafter(parse_recipe(values, "test"), LoadedTarget(model, tiny_tokenizer, "tiny", None))
-        still = [name for name, parameter in found.named_parameters() if not parameter.requires_grad]
-        assert still == ["body.lm_head.weight"] * frozen
-        assert found.config()["lm_head"] == ("frozen" if frozen else "trained")
 
 
 def test_a_draft_vocabulary_has_the_ends_of_texts(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
