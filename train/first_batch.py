@@ -65,9 +65,9 @@ def _signals(
 
 
 def _later_rows(recipe: Recipe, data: TrainingData) -> Iterator[list[int]]:
-    """Yield the rows of the second step and of those after it, up to the first epoch's last whole step."""
+    """Yield the rows of the second step and of those after it, up to the run's or the first epoch's last one."""
     size, excluded = recipe.train.batch_size, set(recipe.data.exclude_rows)
-    for step in range(1, data.trained // size):
+    for step in range(1, min(recipe.train.steps, data.trained // size)):
         yield batch_indices(recipe.train.seed, step, size, data.trained, excluded)
 
 
