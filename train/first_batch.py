@@ -1,6 +1,7 @@
 """The start of a run's drafter: untrained weights are fitted to a first batch, and the sizes of its inputs measured."""
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 import torch
 
@@ -15,7 +16,7 @@ from draftsmith.train.step import Teacher, batch_indices
 from draftsmith.train.training_data import TrainingData, token_counts
 
 TOKENS = 2048
-"""Tokens of the first batch: rows of the run's first step, at least one, until there are so many."""
+"""Tokens of a batch, the least number that ends it."""
 
 
 @torch.no_grad()
@@ -39,7 +40,8 @@ def start_drafter(
     torch.manual_seed(recipe.train.seed)  # block drafters draw the positions that they are trained at
     if not starts_trained(recipe):
         counts_V = token_counts(data.rows.select(range(data.trained)), teacher.lm_head.weight.shape[0])
-        more = (teacher.signals(batch(rows)) for rows in _later_rows(recipe, data))
+        later = islice(_rows(recipe, data, set(recipe.data.exclude_rows)), 1, None)
+        more = (teacher.signals(batch(rows)) for rows in later)
         fit_start(drafter, signals, frequencies(counts_V).to(signals.hidden_BTH.device), more)
     sizes = input_sizes(drafter, signals)
     drafter.train()
@@ -55,7 +57,7 @@ def _signals(
     """
     excluded = set(recipe.data.exclude_rows)
     while not excluded.issuperset(range(data.trained)):
-        indices = _first_rows(recipe, data, excluded)
+        indices = next(_rows(recipe, data, excluded))
         signals = teacher.signals(batch(indices))
         finite = finite_rows(teacher, signals, recipe.objective.chunk_tokens)
         if all(finite):
@@ -64,19 +66,19 @@ def _signals(
     return None
 
 
-def _later_rows(recipe: Recipe, data: TrainingData) -> Iterator[list[int]]:
-    """Yield the rows of the second step and of those after it, up to the run's or the first epoch's last one."""
-    size, excluded = recipe.train.batch_size, set(recipe.data.exclude_rows)
-    for step in range(1, min(recipe.train.steps, data.trained // size)):
-        yield batch_indices(recipe.train.seed, step, size, data.trained, excluded)
+def _rows(recipe: Recipe, data: TrainingData, excluded: set[int]) -> Iterator[list[int]]:
+    """Yield the rows of the run's steps, at least one, until there are `TOKENS` tokens together or the step ends.
 
-
-def _first_rows(recipe: Recipe, data: TrainingData, excluded: set[int]) -> list[int]:
-    """Return the first rows of the first step that have `TOKENS` tokens together, or all its rows."""
-    indices, tokens = [], 0
-    for index in batch_indices(recipe.train.seed, 0, recipe.train.batch_size, data.trained, excluded):
-        indices.append(index)
-        tokens += len(data.rows[index]["input_ids"])
-        if tokens >= TOKENS:
-            break
-    return indices
+    Up to the last step of the run, or of the first epoch.
+    """
+    size = recipe.train.batch_size
+    for step in range(max(1, min(recipe.train.steps, data.trained // size))):
+        indices, tokens = [], 0
+        for index in batch_indices(recipe.train.seed, step, size, data.trained, excluded):
+            indices.append(index)
+            tokens += len(data.rows[index]["input_ids"])
+            if tokens >= TOKENS:
+                yield indices
+                indices, tokens = [], 0
+        if indices:
+            yield indices
