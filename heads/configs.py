@@ -294,7 +294,7 @@ DRAFTERS: dict[str, DrafterEntry] = {
         MtpSection,
         "mtp.Mtp",
         card_name="multi-token prediction module",
-        rates=Rates(muon=1e-2),
+        rates=Rates(muon=1e-2, scaled=True),
     ),
     "peagle": DrafterEntry(
         ParallelEagleSection,

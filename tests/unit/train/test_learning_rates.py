@@ -56,7 +56,7 @@ def test_rates_go_with_the_width() -> None:
     medusa, draft = recipe_of(), recipe_of("draft_model")
     assert [default_rate(medusa, width) for width in (64, 256, 512, 4096)] == [2e-2, 2e-2, 1e-2, 1.3e-3]
     assert [default_rate(draft, width) for width in (64, 128, 256, 4096)] == [1.2e-2, 6e-3, 3e-3, 1.9e-4]
-    for kind in ("eagle", "hass", "dflash"):
+    for kind in ("eagle", "hass", "mtp", "dflash"):
         assert [default_rate(recipe_of(kind), width) for width in (64, 256, 576)] == [4e-2, 1e-2, 4.4e-3]
     adamw = recipe_of(train={"optimizer": "adamw"})
     assert [default_rate(adamw, width) for width in (64, 256, 4096)] == [1.2e-2, 3e-3, 1.9e-4]
