@@ -31,7 +31,7 @@ from draftsmith.storage import write_json, write_text
 FAMILIES = {
     "draft_model": ["drafter.num_hidden_layers=3"],
     "eagle3": ["drafter.train_steps=3", "drafter.draft_vocab_size=8192", "train.learning_rate=0.006"],
-    "mtp": ["drafter.train_steps=3", "drafter.draft_vocab_size=8192", "train.learning_rate=0.006"],
+    "mtp": ["drafter.train_steps=3", "drafter.draft_vocab_size=8192"],
     "dflash": [
         "drafter.block_size=8",
         "drafter.num_hidden_layers=3",
