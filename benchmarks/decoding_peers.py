@@ -127,8 +127,8 @@ def sides_of_draft_model(
 def sides_of_dflash(options: argparse.Namespace, target: PreTrainedModel, drafter: DFlash) -> dict[str, Side]:
     from dflash import model as package
 
-    if drafter.markov is not None or drafter.body.lm_head is not None:
-        raise SystemExit("--drafter: expected DFlash with the target's lm_head and without a Markov bias")
+    if drafter.transitions is not None or drafter.body.vocabulary is not None:
+        raise SystemExit("--drafter: expected DFlash with the target's lm_head and without transitions")
     body = drafter.body.config
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     names += ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "rope_parameters")

@@ -1,15 +1,17 @@
-"""Train EAGLE-3 with draftsmith and with vLLM's speculators on the same texts: tokens/s, peak memory, tau.
+"""Train EAGLE-3 or DFlash with draftsmith and with vLLM's speculators on the same texts: tokens/s, peak memory, tau.
 
     python benchmarks/peers.py                      # installs speculators 0.9.0 into .venv-peers first; slow
+    python benchmarks/peers.py --family dflash
     python benchmarks/peers.py --steps 1 --tau-steps 2 --prompts 2 --count 40   # does it run?
     python benchmarks/peers.py --target MODEL --texts 8 --teachers cached --set data.prompts=PROMPTS.jsonl \
         data.prompt_tokens=192 data.response_tokens=256 drafter.draft_vocab_size=8192 \
         evaluation.prompts=HELDOUT.jsonl --rate 1e-3                                # a target of the user
 
 The peer's own model, loss, loader, optimizer and `Trainer.train_epoch`, from PyPI, in an environment of its own that
-borrows this one's torch and transformers. By default the embedded target, 16 texts a step, four steps of the
-training-time test, the full vocabulary (--set: any key of our recipe; a draft vocabulary is the peer's too), KL with
-weights 0.8^k, AdamW at one constant rate, float32. The sides alternate step by step in one process. Online, the target
+borrows this one's torch and transformers. By default the embedded target, 16 texts a step, four steps of EAGLE-3's
+training-time test or the blocks and anchors of the recipe dflash/embedded, the full vocabulary (--set: any key of our
+recipe; a draft vocabulary is the peer's too), KL with the peer's weights of positions, AdamW at one constant rate,
+float32. The sides alternate step by step in one process. Online, the target
 runs over the texts of a step for both sides; cached, both read its states from disk.
 
 The peer packs the texts into one row; its flex attention has no backward pass on a CPU, so that it attends with a dense
@@ -22,6 +24,7 @@ intervals of ours / peer resample the prompts.
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -41,6 +44,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from draftsmith.heads import DFlash
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.names import EMBEDDED
 from draftsmith.train import trainer as loop
@@ -54,7 +58,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PEER = ("speculators==0.9.0", "hs-connectors==0.9.0")
 LIGHT = ("openai", "httpx", "loguru", "pydantic-settings")
 """Its imports that are missing here; of its other dependencies this environment has newer versions."""
-TTT_STEPS, DECAY = 4, 0.8
+TTT_STEPS = 4
+DECAY = {"eagle3": 0.8, "dflash": math.exp(-1 / 4)}
+"""Weight of a draft position over that of the one before it; the peer's default of DFlash."""
 SIDES = ("ours", "peer", "peer, by text")
 BY_TEXT = "ours, by text"
 """For memory alone: `train.gradient_accumulation` of all texts, which takes them one at a time too."""
@@ -63,11 +69,12 @@ BY_TEXT = "ours, by text"
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", help="Python of an environment that has the peer")
+    parser.add_argument("--family", default="eagle3", choices=DECAY)
     parser.add_argument("--target", default="embedded")
     parser.add_argument("--count", type=int, default=1024, help="prompts")
     parser.add_argument("--texts", type=int, default=16, help="texts of a step")
     parser.add_argument("--teachers", nargs="+", default=["online", "cached"], choices=["online", "cached"])
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of our recipe eagle3/embedded")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of our recipe FAMILY/embedded")
     parser.add_argument("--rate", type=float, default=3e-3, help="of AdamW, for both")
     parser.add_argument("--steps", type=int, default=10, help="counted steps of every side")
     parser.add_argument("--tau-steps", type=int, default=120, help="steps before tau is measured; 0: it is not")
@@ -94,9 +101,10 @@ def make_run(options: argparse.Namespace, teacher: str, folder: Path, *more: str
     overrides = [f"output={folder / 'run'}", f"target.model={options.target}", f"data.count={options.count}"]
     overrides += [f"teacher.kind={teacher}", "teacher.dtype=float32", "data.temperature=1", "evaluation.count=1"]
     overrides += ["train.optimizer=adamw", f"train.learning_rate={options.rate}", "train.schedule=constant"]
-    overrides += ["train.warmup_fraction=0", "train.mixed_precision=no", f"objective.position_decay={DECAY}"]
-    overrides += [f"train.batch_size={options.texts}", f"drafter.train_steps={TTT_STEPS}", *options.set, *more]
-    recipe: Recipe = load_recipe("eagle3/embedded", overrides)
+    overrides += ["train.warmup_fraction=0", "train.mixed_precision=no"]
+    overrides += [f"objective.position_decay={DECAY[options.family]}", f"train.batch_size={options.texts}"]
+    overrides += [f"drafter.train_steps={TTT_STEPS}"] if options.family == "eagle3" else []
+    recipe: Recipe = load_recipe(f"{options.family}/embedded", [*overrides, *options.set, *more])
     claim_output(recipe)
     return loop.TrainingRun(recipe, make_accelerator(recipe, folder / "run"), folder / "run")
 
@@ -130,6 +138,9 @@ class PeerFiles:
         run.target.model.save_pretrained(folder / "target")
         vocabulary = None if run.drafter.draft_vocabulary is None else run.drafter.draft_vocabulary.tokens_D.tolist()
         plan = {"layers": list(run.drafter.needs.layers), "vocabulary": vocabulary}
+        if isinstance(run.drafter, DFlash):
+            plan |= {"block": run.drafter.block_size, "depth": len(run.drafter.body.layers)}
+            plan |= {"anchors": run.drafter.anchors, "mask": run.drafter.mask_token}
         (folder / "plan.json").write_text(json.dumps(plan))
         (folder / "states").mkdir()
         for start in range(0, len(rows) if teacher == "cached" else 0, options.texts):
@@ -158,48 +169,64 @@ def _peer_row(row: dict[str, Any]) -> dict[str, Any]:
     return {"input_ids": row["input_ids"], "loss_mask": mask, "seq_len": len(row["input_ids"])}
 
 
+def _eagle3(plan: dict[str, Any], folder: Path, t2d: Any, d2t: Any, shared: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Return the peer's model, its preparation of a batch, and the arguments of its forward pass."""
+    from speculators.models.eagle3 import Eagle3DraftModel
+    from speculators.models.eagle3.data import shift_batch
+
+    config = AutoConfig.from_pretrained(folder / "target", num_hidden_layers=1)
+    steps = {"ttt_steps": TTT_STEPS, "norm_before_residual": False}
+    model = Eagle3DraftModel.from_training_args(config, t2d, d2t, **shared, **steps)
+    losses = {"loss_fn": "kl_div", "loss_implementation": "eager"}
+    calls, _ = model.get_trainer_kwargs(**losses, ttt_steps=TTT_STEPS, ttt_step_loss_decay=DECAY["eagle3"])
+    return model, shift_batch, calls
+
+
+def _dflash(plan: dict[str, Any], folder: Path, t2d: Any, d2t: Any, shared: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Return what `_eagle3` returns."""
+    from speculators.models.dflash import DFlashDraftModel
+
+    config = AutoConfig.from_pretrained(folder / "target", num_hidden_layers=plan["depth"])
+    block = {"block_size": plan["block"], "mask_token_id": plan["mask"] or 0}
+    model = DFlashDraftModel.from_training_args(config, t2d, d2t, **shared, **block)
+    calls, _ = model.get_trainer_kwargs(loss_fn="kl_div", loss_implementation="eager", max_anchors=plan["anchors"])
+    return model, None, calls
+
+
 class Peer:
     """The peer's trainer on the rows of a run, with about as many texts in a step."""
 
     def __init__(self, files: PeerFiles, options: argparse.Namespace, teacher: str) -> None:
         from hs_connectors import FileTransfer
-        from speculators.models.eagle3 import Eagle3DraftModel
-        from speculators.models.eagle3.data import shift_batch
         from speculators.train import trainer as theirs
         from speculators.train.data import ArrowDataset
         from speculators.train.dataloader import _setup_dataloader
 
         folder, plan, self.texts = files.folder, files.plan, options.texts
-        self.layers = tuple(plan["layers"])
-        config = AutoConfig.from_pretrained(folder / "target", num_hidden_layers=1)
+        self.layers, self.anchors = tuple(plan["layers"]), plan.get("anchors", 0)
+        size = AutoConfig.from_pretrained(folder / "target")
         rows = plan["vocabulary"]
-        t2d, d2t = (None, None) if rows is None else _mappings(torch.tensor(rows), config.vocab_size)
+        t2d, d2t = (None, None) if rows is None else _mappings(torch.tensor(rows), size.vocab_size)
         torch.manual_seed(0)
-        self.model: Any = Eagle3DraftModel.from_training_args(
-            config,
-            t2d,
-            d2t,
-            draft_vocab_size=config.vocab_size if rows is None else len(rows),
-            norm_before_residual=False,
-            ttt_steps=TTT_STEPS,
-            verifier_name_or_path=str(folder / "target"),
-            target_layer_ids=list(self.layers),
-            draft_attn_impl="sdpa",
-        )
+        shared: dict[str, Any] = {
+            "draft_vocab_size": size.vocab_size if rows is None else len(rows),
+            "verifier_name_or_path": str(folder / "target"),
+            "target_layer_ids": list(self.layers),
+            "draft_attn_impl": "sdpa",
+        }
+        make = _dflash if options.family == "dflash" else _eagle3
+        self.model, preprocess, calls = make(plan, folder, t2d, d2t, shared)
         transfer: Any = FileTransfer(folder / "states")
         lengths = [int(length) for length in Dataset.load_from_disk(folder / "texts")["seq_len"]]
         longest = max(lengths)
         data = ArrowDataset(longest, folder / "texts", transfer, on_missing="raise", hidden_states_dtype=torch.float32)
-        sizes = {"num_workers": 0, "num_target_layers": len(self.layers), "preprocess": shift_batch}
+        sizes = {"num_workers": 0, "num_target_layers": len(self.layers), "preprocess": preprocess}
         packed = max(longest, round(options.texts * statistics.mean(lengths)))
-        self.loader: Any = _setup_dataloader(data, packed, config.hidden_size, **sizes)
+        self.loader: Any = _setup_dataloader(data, packed, size.hidden_size, **sizes)
         if teacher == "online":
             self.target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
             self.data, self.ready = data, {}
             transfer.get_cached = self._computed
-        calls, _ = Eagle3DraftModel.get_trainer_kwargs(
-            loss_fn="kl_div", loss_implementation="eager", ttt_steps=TTT_STEPS, ttt_step_loss_decay=DECAY
-        )
         theirs.get_local_rank = lambda: "cpu"  # it is made for CUDA alone
         settings = {"weight_decay": 0.0, "scheduler_type": "none", "hidden_states_dtype": torch.float32}
         settings |= {"train_call_kwargs": calls, "log_freq": 10**9, "checkpoint_freq": 10**9}
@@ -231,6 +258,8 @@ class Peer:
         if by_text:
             self._by_text(batch)
         else:
+            if "max_anchors" in self.calls:  # as many a text as ours
+                self.calls["max_anchors"] = self.anchors * int(batch["document_ids"].max() + 1)
             self.trainer.train_loader = _Loader([batch])
             self.trainer.train_epoch(self.epoch)
         return int((batch["document_ids"] >= 0).sum())
@@ -242,7 +271,9 @@ class Peer:
         for number in range(int(documents.max()) + 1):
             kept = documents == number
             part = {key: value[:, kept] for key, value in batch.items() if isinstance(value, Tensor)}
-            _, loss, _ = self.model(**{**part, "document_ids": torch.zeros_like(part["document_ids"])}, **self.calls)
+            part["document_ids"] = torch.zeros_like(part["document_ids"])
+            anchors = {"max_anchors": self.anchors} if self.anchors else {}
+            _, loss, _ = self.model(**part, **{**self.calls, **anchors})
             (loss / self.texts).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.trainer._optimizers_step()
