@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
@@ -86,11 +87,26 @@ class SourceSection(Section):
     kind: Kind | None = None
     """Kind of the prompts that the target writes, with 'self'."""
 
+    @property
+    def label(self) -> str:
+        """The source for messages: `prompts`, with the kind, or the subset and split of a Hub data set."""
+        named = [self.kind, self.subset, None if self.split == "train" else self.split]
+        return " ".join([self.prompts, *(name for name in named if name is not None)])
+
 
 def _require_sources(prompts: "str | list[SourceSection]") -> "str | list[SourceSection]":
-    if not isinstance(prompts, str) and not sum(source.share for source in prompts):
+    if isinstance(prompts, str):
+        return prompts
+    if not sum(source.share for source in prompts):
         raise ValueError("at least one source, and shares that sum to more than 0")
+    for source in prompts:
+        _require_self(source.kind, source.prompts)
     return prompts
+
+
+def _require_self(kind: Kind | None, prompts: str) -> None:
+    if kind is not None and prompts != SELF:
+        raise ConfigError(f"kind={kind} with prompts={prompts}; expected it with prompts={SELF!r} only")
 
 
 Prompts = Annotated[str | list[SourceSection], AfterValidator(_require_sources)]
@@ -111,14 +127,25 @@ def counts_of(sources: Sequence[SourceSection], count: int) -> list[int]:
     return counts
 
 
-def for_each_source(check: Callable[[str, str], object]) -> Callable[[Prompts, str], None]:
-    """Return a check of all sources from a check of a name, which is called with the name of its option, too."""
+def for_each_source(check: Callable[[str, str], object]) -> Callable[[Prompts | None, str], None]:
+    """Return a check of all sources but 'self' from a check of a name, which is called with its option's name, too."""
 
-    def check_all(prompts: Prompts, key: str) -> None:
+    def check_all(prompts: Prompts | None, key: str) -> None:
         for source in sources_of(prompts):
-            check(source.prompts, key)
+            if source.prompts != SELF:
+                check(source.prompts, key)
 
     return check_all
+
+
+def with_written_prompts(
+    sources: Sequence["DataSection"], write: Callable[["DataSection"], Path]
+) -> list["DataSection"]:
+    """Return the sources, with the file of prompts that `write` returns in place of 'self'."""
+    return [
+        source.model_copy(update={"prompts": str(write(source))}) if source.prompts == SELF else source
+        for source in sources
+    ]
 
 
 def read_sources_option(text: str, name: str) -> Any:
@@ -191,10 +218,7 @@ class DataSection(Section):
         for key, value in {"subset": self.subset, "split": None if self.split == "train" else self.split}.items():
             if value is not None and not isinstance(self.prompts, str):
                 raise ConfigError(f"{key}={value} with a list of prompts; expected it in each source")
-        for source in [self, *([] if isinstance(self.prompts, str) else self.prompts)]:
-            if source.kind is not None and source.prompts != SELF:
-                wrong = "a list" if source is self and not isinstance(self.prompts, str) else source.prompts
-                raise ConfigError(f"kind={source.kind} with prompts={wrong}; expected it with prompts={SELF!r} only")
+        _require_self(self.kind, self.prompts if isinstance(self.prompts, str) else "a list")
         return self
 
     @property
@@ -223,9 +247,8 @@ class DataSection(Section):
 
     @property
     def label(self) -> str:
-        """The one source for messages: `prompts`, with the subset and split of a Hub data set, or the kind."""
-        named = [self.kind, self.subset, None if self.split == "train" else self.split]
-        return " ".join([self.source, *(name for name in named if name is not None)])
+        """The one source for messages, see `SourceSection.label`."""
+        return SourceSection(prompts=self.source, kind=self.kind, subset=self.subset, split=self.split).label
 
     @property
     def answered(self) -> bool:

@@ -19,8 +19,9 @@ from draftsmith.distill.data_section import SELF, DataSection, Kind
 from draftsmith.distill.dataset import FEATURES
 from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.distill.regeneration import Sampler, Share, target_key, target_samples
+from draftsmith.distill.sources import read_source
 from draftsmith.errors import ConfigError, reason_of
-from draftsmith.heads.model_config import eos_tokens
+from draftsmith.heads.model_config import context_limit, eos_tokens
 from draftsmith.provenance import fingerprint
 from draftsmith.storage import cache_dir, write_text, writing
 
@@ -34,11 +35,15 @@ KINDS: dict[Kind, str] = {
 """By kind, the system prompt before the user's turn."""
 SIGNS: dict[Kind, str] = {
     "code": r"code|function|python|java|javascript|sql|html|css|script|program\w*|algorithm|c\+\+|api|class|array|```",
-    "math": r"\d+|equation|solve|calculate|how (?:many|much)|sum|probability|triangle|integral|derivative|prove",
+    "math": r"equations?|solve|calculate|how (?:many|much|far|long|old)|sum|average|total|percent(?:age)?|probability|"
+    r"triangle|integral|derivative|prove|f\(x\)|\d+ ?[-+*/^=] ?\d+",
     "writing": r"write|essay|story|poem|letter|email|blog|edit|rewrite|paragraph|speech|describe",
     "extraction": r"summar\w*|extract|text|passage|article|list|identify|classify|key points|main",
 }
-"""By kind, words of which a prompt of that kind has at least one."""
+"""By kind, words that count as its signs.
+
+Of GSM8K's questions 95 % have a word of math and 3 % one of code, of HumanEval's prompts 26 % and 46 %.
+"""
 PLACEHOLDER = "\ue001"
 MOST = 8
 """Texts that are sampled for each prompt that is wanted, before giving up."""
@@ -56,7 +61,7 @@ def write_self_prompts(
 ) -> Path:
     """Return a file of `data.count` prompts, JSON lines with `messages`, that the target sampled at temperature 1.
 
-    With `data.kind`, the share of them that have words of the kind is reported.
+    With `data.kind`, the number of them that have words of the kind is reported.
 
     Texts that do not end, are empty, contain special tokens, repeat another or exceed `data.prompt_tokens` in the
     template are left out and counted. The file and the samples are cached; a larger count samples only what is missing.
@@ -66,12 +71,14 @@ def write_self_prompts(
             prompt without room for text, and a target of which fewer than one text in `MOST` is usable.
     """
     share = share or Share()
-    header, longest, count, kind = turn_header(chat, data.kind), data.prompt_tokens, data.count, data.kind
-    room = longest - len(turn_header(chat))  # prompts are read without the system prompt
+    header, longest, count = turn_header(chat, data.kind), data.prompt_tokens, data.count
+    before, limit = len(turn_header(chat)), context_limit(target.model.config)
+    room = longest - before  # prompts are read without the system prompt
+    room = room if limit is None else min(room, limit - len(header))
     if room <= 0:
         raise ConfigError(
-            f"data.prompt_tokens={longest} with data.prompts={SELF!r}; expected more than the {longest - room} tokens "
-            "of the chat template before the user's text"
+            f"data.prompt_tokens={longest} with data.prompts={SELF!r}; expected more than the {before} tokens "
+            f"of the chat template before the user's text, and a target that reads more than {len(header)}"
         )
     drawn = {"response_tokens": room, "temperature": 1.0, "responses": 1}
     sampler = Sampler(target, chat, data.model_copy(update=drawn), seed)
@@ -79,6 +86,7 @@ def write_self_prompts(
     file = cache_dir() / "self-prompts" / f"{key}.jsonl"
     share.wait()  # all processes decide alike: the file is written after the next one
     if file.is_file():
+        _say_signs(data, file, say)
         return file
     asked = count
     while True:
@@ -88,8 +96,7 @@ def write_self_prompts(
             break
         asked = min(MOST * count, math.ceil(1.1 * asked * count / max(1, len(texts))))
     reasons = "".join(f", {number:,} {reason}" for reason, number in sorted(left_out.items()))
-    signs = "" if kind is None else f"; {_share_of(kind, texts):.0%} have words of kind={kind}"
-    say(f"data: the target wrote {asked:,} texts as prompts: {len(texts):,} usable{reasons}{signs}")
+    say(f"data: the target wrote {asked:,} texts as prompts: {len(texts):,} usable{reasons}")
     if len(texts) < count:
         raise ConfigError(
             f"data.count={count:,} with data.prompts={SELF!r}: of {asked:,} texts {len(texts):,} are usable{reasons}; "
@@ -100,13 +107,21 @@ def write_self_prompts(
         with writing(file, "the samples are kept, and the same command writes their prompts once there is room"):
             write_text(file, "".join(lines))
     share.wait()
+    _say_signs(data, file, say)
     return file
 
 
-def _share_of(kind: Kind, texts: list[str]) -> float:
-    """Return the share of texts that have a word of the kind."""
-    pattern = re.compile(rf"(?<!\w)(?:{SIGNS[kind]})(?!\w)", re.IGNORECASE)
-    return sum(pattern.search(text) is not None for text in texts) / max(1, len(texts))
+def _say_signs(data: DataSection, file: Path, say: Callable[[str], None]) -> None:
+    """Print how many prompts in the file have words of their kind, if they are of one."""
+    if data.kind is not None:
+        texts = [row["messages"][0]["content"] for _, row in read_source(str(file))]
+        like = sum(has_signs(data.kind, text) for text in texts)
+        say(f"data: {data.label}: {like:,} of {len(texts):,} prompts have words of {data.kind}")
+
+
+def has_signs(kind: Kind, text: str) -> bool:
+    """Return whether a text has a word of the kind."""
+    return re.search(rf"(?<!\w)(?:{SIGNS[kind]})(?!\w)", text, re.IGNORECASE) is not None
 
 
 def turn_header(chat: Chat, kind: Kind | None = None) -> list[int]:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.data_section import DataSection, ServerSection
+from draftsmith.distill.data_section import SELF, DataSection, ServerSection, with_written_prompts
 from draftsmith.distill.dataset import length_statistics
 from draftsmith.distill.detokenize import text_after
-from draftsmith.distill.load_target import load_ends, load_target, load_tokenizer
+from draftsmith.distill.load_target import LoadedTarget, load_ends, load_target, load_tokenizer
 from draftsmith.distill.messages import ASSISTANT
 from draftsmith.distill.mixture import of_source, read_sources
 from draftsmith.distill.regeneration import (
@@ -26,6 +26,7 @@ from draftsmith.distill.regeneration import (
     sampling_counts,
     target_samples,
 )
+from draftsmith.distill.self_prompts import write_self_prompts
 from draftsmith.errors import ConfigError
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.heads.model_config import context_limit, eos_tokens
@@ -50,22 +51,36 @@ def preview(settings: Preview) -> None:
     """Print the first samples with trained tokens marked, the number of samples left out, and statistics of lengths."""
     check_options(settings)
     data, target = settings.data, settings.target
-    tokenizer, config = load_tokenizer(target.model, trust_remote_code=target.trust_remote_code)
-    ends = load_ends(target.model, trust_remote_code=target.trust_remote_code)
+    trusted = target.trust_remote_code
+    tokenizer, config = load_tokenizer(target.model, trust_remote_code=trusted)
+    ends = load_ends(target.model, trust_remote_code=trusted)
     size = config.get_text_config(decoder=True).vocab_size
     chat = Chat(tokenizer, data.chat_template, data.template_options, ends=ends, vocab_size=size)
     console = Terminal()
     notes: list[str] = []
     # Without answers, the recipe decides how long responses will be.
     sources = [it if it.answered else it.model_copy(update={"response_tokens": 0}) for it in data.sources]
+    if any(source.prompts == SELF for source in sources):
+        few = {"count": max(1, settings.show)}  # the target takes seconds for each
+        sources = [source.model_copy(update=few) if source.prompts == SELF else source for source in sources]
+        sources = _written(sources, load_target(target.model, trust_remote_code=trusted), chat, 0, notes.append)
     rows = read_sources(chat, sources, context_limit(config), notes.append)
-    for index in range(min(settings.show, len(rows))):
-        _show(console, tokenizer, rows[index], index + 1)
+    parts = [of_source(rows, number) for number in range(len(sources))] if len(sources) > 1 else [rows]
+    shown = [part[index] for index in range(settings.show) for part in parts if index < len(part)]
+    for number, row in enumerate(shown[: settings.show], 1):
+        _show(console, tokenizer, row, number)
     for note in notes:
         console.print(note, soft_wrap=True)
     console.print(_table(rows, sources))
     if not data.answered:
         console.print("These are prompts; a recipe samples responses to them from the target (data.response: target).")
+
+
+def _written(
+    sources: list[DataSection], target: LoadedTarget, chat: Chat, seed: int, say: Callable[[str], None]
+) -> list[DataSection]:
+    """Return the sources, with the prompts that the target writes in place of 'self'."""
+    return with_written_prompts(sources, lambda source: write_self_prompts(target, chat, source, seed, say=say))
 
 
 def _show(console: Terminal, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], number: int) -> None:
@@ -126,7 +141,8 @@ def _regenerate(settings: Regeneration) -> None:
     )
     chat = _chat(data, loaded.tokenizer, eos_tokens(loaded.model.config, loaded.model.generation_config))
     console = Console(True)
-    questions = _questions(chat, data, context_limit(loaded.model.config), console)
+    sources = _written(data.sources, loaded, chat, settings.seed, console.say)
+    questions = _questions(chat, sources, context_limit(loaded.model.config), console)
     name = settings.drafter
     drafter = None if name is None else load_drafter(name, loaded.model, loaded.tokenizer)
     sampler = Sampler(loaded, chat, data, settings.seed, drafter)
@@ -142,10 +158,10 @@ def _regenerate(settings: Regeneration) -> None:
     console.say(f"{out}: {len(rows):,} samples")
 
 
-def _questions(chat: Chat, data: DataSection, context: int | None, console: Console) -> Dataset:
+def _questions(chat: Chat, sources: list[DataSection], context: int | None, console: Console) -> Dataset:
     """Return the prompts of all sources, also of those that have answers."""
-    sources = [source.model_copy(update={"response": "target"}) for source in data.sources]
-    return read_sources(chat, sources, context, console.say)
+    asked = [source.model_copy(update={"response": "target"}) for source in sources]
+    return read_sources(chat, asked, context, console.say)
 
 
 def _chat(data: DataSection, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]) -> Chat:
@@ -166,7 +182,7 @@ def _regenerate_from(server: ServerSection, settings: Regeneration) -> None:
     if config.is_encoder_decoder:
         raise ConfigError(f"--server with {name}, an encoder-decoder; expected a decoder-only target")
     chat, console = _chat(data, tokenizer, load_ends(name, trust_remote_code=trusted)), Console(True)
-    questions = _questions(chat, data, context_limit(config), console)
+    questions = _questions(chat, data.sources, context_limit(config), console)
     sampler = ServerSampler(data, chat, settings.seed, context_limit(config), name)
     folder = out.with_name(f".{out.name}.{sampler.key(questions)}")
     rows = server_samples(sampler, questions, console.say, partial(check_server, target=name), folder=folder)

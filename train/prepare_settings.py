@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ValidationInfo, model_validator
 
 from draftsmith.config import Section, Seed
-from draftsmith.distill.data_section import DataSection, for_each_source, read_sources_option
+from draftsmith.distill.data_section import SELF, DataSection, for_each_source, read_sources_option
 from draftsmith.errors import ConfigError
 from draftsmith.eval.settings import WRITTEN, check_drafters, require_cached_drafters
 from draftsmith.names import (
@@ -25,7 +25,8 @@ TARGET = Option("--target", required=True, check=check_target_name, hub=require_
 PROMPTS = Option(
     argument=True,
     required=True,
-    help="A file or folder (JSONL, JSON, Parquet, text), a Hub data set, or a recipe's list of sources with shares.",
+    help="A file or folder (JSONL, JSON, Parquet, text), a Hub data set, 'self' (the target writes prompts), or a "
+    "recipe's list of sources with shares.",
     parse=read_sources_option,
     check=for_each_source(check_prompts_name),
     hub=for_each_source(require_cached_prompts),
@@ -94,6 +95,11 @@ class Regeneration(Section):
             raise ConfigError(
                 f"--responses {data.responses} with --temperature 0, which gives the same text again; expected 1"
             )
+        if any(source.prompts == SELF for source in data.sources):
+            if data.server is not None:
+                raise ConfigError(f"prompts={SELF} with --server; expected a file, which the command without it writes")
+            if data.count == type(self).model_fields["data"].default.count:
+                raise ConfigError(f"prompts={SELF} without --count; expected the number of prompts to write")
         if data.server is not None and self.drafter is not None:
             raise ConfigError(f"--drafter {self.drafter} with --server; expected one of the two")
         check_attention("--attn-implementation", target.attn_implementation, target.dtype)

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-from rich.table import Column
+from rich.table import Column, Table
 
 from draftsmith.terminal import Bars, Terminal, time_left
 
@@ -90,6 +90,10 @@ class Console:
     def say(self, text: str) -> None:
         """Print a line."""
         self._rich.print(text, soft_wrap=True)
+
+    def show(self, table: Table) -> None:
+        """Print a table."""
+        self._rich.print(table)
 
     def evaluation(self, step: int, result: dict[str, Any], validation: dict[str, Any] | None) -> None:
         """Print the metrics of an evaluation, with those of the validation pass if any, in a line."""

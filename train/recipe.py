@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from draftsmith.config import Location, Section, expected
-from draftsmith.distill.data_section import SELF, DataSection, ServerSection, SourceSection, sources_of
+from draftsmith.distill.data_section import SELF, DataSection, ServerSection, SourceSection, for_each_source
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.configs import DRAFTERS, AnyDrafterSection, DrafterSection, is_named
 from draftsmith.names import (
@@ -151,9 +151,7 @@ class Recipe(Section):
         """Raise ConfigError for a target, prompts, a teacher's file or a chat template that does not exist."""
         check_target_name(self.target.model, "target.model")
         for key, prompts in {"data.prompts": self.data.prompts, "evaluation.prompts": self.evaluation.prompts}.items():
-            for source in sources_of(prompts):
-                if source.prompts != SELF or key != "data.prompts":
-                    check_prompts_name(source.prompts, key)
+            for_each_source(check_prompts_name)(prompts, key)
         if self.teacher.kind == "files" and not Path(self.teacher.file or "").expanduser().is_dir():
             raise ConfigError.of("teacher.file", self.teacher.file, "a folder of hidden states")
         if self.data.chat_template is not None:

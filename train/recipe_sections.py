@@ -156,8 +156,8 @@ class CotrainSection(Section):
 
 class EvaluationSection(Section):
     prompts: Prompts | None = None
-    """'embedded', a JSONL file, or a list of sources with shares of `evaluation.count`; by default the embedded
-    held-out text, or the last prompts of the training data."""
+    """'embedded', a JSONL file, 'self' (with another seed than training's), or a list of sources with shares of
+    `evaluation.count`; by default the embedded held-out text, or the last prompts of the training data."""
     count: Count = 8
     """Prompts to decode; those taken from a training file are kept out of training."""
     prompt_tokens: Count = 48

@@ -34,6 +34,7 @@ from draftsmith.train.run_folder import (
 )
 from draftsmith.train.step import Last
 from draftsmith.train.stopping import Stopping
+from draftsmith.train.training_data import TrainingData
 from draftsmith.train.training_state import (
     Progress,
     load_from,
@@ -250,20 +251,27 @@ class Record:
         self.meet()
         self._saved = step
 
-    def finish(self, steps: int, peak: int, estimate: "MemoryEstimate | None") -> None:
-        """Write the run's summary, and print where the time went.
+    def finish(self, steps: int, peak: int, estimate: "MemoryEstimate | None", data: TrainingData) -> None:
+        """Write the run's summary, and print where the time went and, of several sources, the numbers of each.
 
         `peak`: the most bytes that this start of the run has used.
         """
         if self._main:
             from draftsmith.eval.learning_curve import time_split  # the measurement: loaded at the end alone
+            from draftsmith.train.by_source import by_source, table_by_source
 
             memory = {"peak_bytes": peak, "estimated_bytes": None if estimate is None else estimate.announced}
             best = self.best
-            summary = {"best_step": best.step, "best_tau": best.tau, "steps": steps}
+            summary: dict[str, Any] = {"best_step": best.step, "best_tau": best.tau, "steps": steps}
             metrics = read_metrics(self._folder)
             if (text := time_split(metrics)) is not None:
                 self._console.say(f"  {text}")
+            evaluations = [row for row in metrics if "evaluation" in row]
+            if evaluations and max(len(data.counts), len(set(data.heldout_sources))) > 1:
+                # A run that continues another one may have the best evaluation of that one.
+                row = next((row for row in evaluations if row["step"] == best.step), evaluations[-1])
+                summary["by_source"] = by_source(data, row)
+                self._console.show(table_by_source(summary["by_source"], row["step"]))
             with self._writing(FINISHED):
                 finish(self._folder, {**summary, "memory": memory, "environment": environment()})
         self.meet()

@@ -11,6 +11,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
+from draftsmith.distill.data_section import SELF
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.names import EMBEDDED
 from draftsmith.reading import dump_yaml, parse_json, parse_yaml, read_json, read_text
@@ -283,7 +284,7 @@ def finish(folder: Path, summary: dict[str, Any]) -> None:
 def eval_command(recipe: Recipe) -> str:
     """Return the command that measures the recipe's drafter, where needed with a place for held-out prompts."""
     target, folder, prompts = recipe.target, Path(recipe.output), recipe.evaluation.prompts
-    prompts = prompts if isinstance(prompts, str) else "HELDOUT"
+    prompts = prompts if isinstance(prompts, str) and prompts != SELF else "HELDOUT"
     given = {
         "--prompts": None if (target.model == EMBEDDED and prompts == "HELDOUT") or prompts == EMBEDDED else prompts,
         "--dtype": None if target.dtype == "float32" else target.dtype,

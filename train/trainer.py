@@ -39,7 +39,7 @@ from draftsmith.train.run_parts import compile_drafter, load_parts, make_engine,
 from draftsmith.train.step import Last, StepSums, batch_indices, collate, response_tokens
 from draftsmith.train.stopping import Stopping, leave
 from draftsmith.train.training_data import read_images
-from draftsmith.train.validation import early_end, evaluate_drafter, validate, validation_rows
+from draftsmith.train.validation import early_end, evaluate_drafter, tau_by_source, validate, validation_rows
 
 
 def train(recipe: Recipe) -> Path:
@@ -150,7 +150,7 @@ class TrainingRun:
         if stopping.agreed is not None:
             self.console.say(f"{name}: stopped by a signal after step {step}; the same command continues from there")
             return
-        self.record.finish(step, self.memory.peak(), self.estimate)
+        self.record.finish(step, self.memory.peak(), self.estimate, self.data)
         best = self.record.best
         peak = in_units(self.memory.peak())
         estimates = {} if self.estimate is None else self.estimate.totals
@@ -309,6 +309,8 @@ class TrainingRun:
         if self.adapters is not None:
             heldout = [prompt.input_ids for prompt in self.data.heldout]
             result["target_quality"] = measure_quality(self.target.model, heldout)
+        if len(set(self.data.heldout_sources)) > 1:
+            result["tau_by_source"] = tau_by_source(result, self.data.heldout_sources)
         self.console.evaluation(step, result, validation)
         self.record.offer(step, result)
         return result

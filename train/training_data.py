@@ -1,9 +1,10 @@
 """The data of a run: training rows and held-out prompts."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, repeat
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.distill.chat_template import EVERYTHING, Chat, without_unknown
 from draftsmith.distill.conversation import mask_spans, question
-from draftsmith.distill.data_section import SELF, DataSection, Prompts, SourceSection, counts_of, sources_of
+from draftsmith.distill.data_section import (
+    SELF,
+    DataSection,
+    Prompts,
+    SourceSection,
+    counts_of,
+    sources_of,
+    with_written_prompts,
+)
 from draftsmith.distill.dataset import (
     HeldOut,
     hold_back,
@@ -60,6 +69,12 @@ class TrainingData:
     """The target's states of the rows, where an engine wrote them."""
     validation: int = 0
     """The last rows, which are not trained on."""
+    sources: list[str] = field(default_factory=list)
+    """Labels of the sources of the rows, in whose column `source` are their indices."""
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By label, the numbers of samples that are trained on and of their trained tokens."""
+    heldout_sources: list[str] = field(default_factory=list)
+    """The label of the source of each held-out prompt."""
 
     @property
     def trained(self) -> int:
@@ -86,17 +101,23 @@ def prepare_data(context: RunContext, target: LoadedTarget) -> TrainingData:
     recipe, console, chat = context.recipe, context.console, chat_of(context.recipe.data, target)
     data, held = recipe.data, recipe.evaluation
     sources, rows, states = _read(context, chat, target)
+    labels = [source.label for source in sources]
     if held.prompts is None and data.prompts != EMBEDDED:
         rows, heldout = hold_out(rows, held.count)
+        asked = labels
     else:
-        heldout = heldout_prompts(held.prompts or EMBEDDED, chat, target, recipe, console.say)
+        given = held.prompts or EMBEDDED
+        write = partial(_self_prompts, context, chat, target, recipe.train.seed ^ 1)  # not those of data.prompts
+        heldout = heldout_prompts(given, chat, target, recipe, console.say, write)
+        asked = [source.label for source in sources_of(given)]
     rows = _readable(_answered(context, chat, target, sources, rows), target, console)
     rows = with_prompts(rows, target) if data.prompts_trained else rows
     parts = [rows] if data.validation is None else list(hold_back(rows, data.validation))
     if len(sources) > 1:
-        _say_sources(sources, parts, [] if held.prompts else heldout, console)
+        _say_sources(labels, parts, heldout if asked is labels else [], console)
+    counts = _counts(labels, parts[0])  # packed rows have no source
     rows, validation = _packed(parts, data, console)
-    return TrainingData(rows, heldout, states, validation)
+    return TrainingData(rows, heldout, states, validation, labels, counts, [asked[prompt.source] for prompt in heldout])
 
 
 def _known(rows: Dataset, tokenizer: PreTrainedTokenizerBase, console: Console) -> Dataset:
@@ -129,16 +150,12 @@ def _read(
         say(f"teacher: reading {file}")
         vocab_size, hidden_size = lm_head_weight(target.model).shape
         states = StateFiles(file, vocab_size, hidden_size, say)
-    sources = [
-        source.model_copy(update={"prompts": _self_prompts(context, source, chat, target)})
-        if source.prompts == SELF
-        else source
-        for source in recipe.data.sources
-    ]
+    sources = recipe.data.sources
     names = ", ".join(source.label for source in sources)
     say(f"data: reading {names}")
+    read = with_written_prompts(sources, partial(_self_prompts, context, chat, target, recipe.train.seed))
     with context.accelerator.main_process_first():
-        examples = read_sources(chat, sources, context_limit(target.model.config), say, recipe.train.seed)
+        examples = read_sources(chat, read, context_limit(target.model.config), say, recipe.train.seed)
     return sources, examples if states is None else states.covered(examples, names, say), states
 
 
@@ -167,22 +184,32 @@ def _answered(
     return merged(parts)
 
 
-def _say_sources(sources: list[DataSection], parts: list[Dataset], heldout: list[HeldOut], console: Console) -> None:
+def _counts(labels: list[str], rows: Dataset) -> dict[str, tuple[int, int]]:
+    """Return the numbers of samples and of trained tokens by the label of their source."""
+    counts: dict[str, tuple[int, int]] = dict.fromkeys(labels, (0, 0))
+    numbers = rows["source"] if len(labels) > 1 else repeat(0, len(rows))
+    for number, spans in zip(numbers, rows["spans"], strict=True):
+        samples, tokens = counts[labels[number]]
+        counts[labels[number]] = samples + 1, tokens + sum(end - start for start, end in spans)
+    return counts
+
+
+def _say_sources(labels: list[str], parts: list[Dataset], heldout: list[HeldOut], console: Console) -> None:
     """Print the numbers of samples and tokens of each source, and of its prompts that are kept out of training."""
-    for number, source in enumerate(sources):
+    for number, label in enumerate(labels):
         trained, *held = (of_source(part, number) for part in parts)
-        summary = f"data: {source.label}: {describe(trained)}"
+        summary = f"data: {label}: {describe(trained)}"
         summary += f"; {sum(prompt.source == number for prompt in heldout):,} prompts held out" if heldout else ""
         console.say(summary + "".join(f"; {len(part):,} samples for validation" for part in held))
 
 
-def _self_prompts(context: RunContext, data: DataSection, chat: Chat, target: LoadedTarget) -> str:
+def _self_prompts(context: RunContext, chat: Chat, target: LoadedTarget, seed: int, data: DataSection) -> Path:
     """Return the file of prompts that the target writes itself."""
     from draftsmith.distill.self_prompts import write_self_prompts
 
-    recipe, console = context.recipe, context.console
+    console = context.console
     how = {"share": context.placement.share, "progress": console.visible, "say": console.say}
-    return str(write_self_prompts(target, chat, data, recipe.train.seed, **how))
+    return write_self_prompts(target, chat, data, seed, **how)
 
 
 def _sampled(context: RunContext, chat: Chat, target: LoadedTarget, examples: Dataset) -> Dataset:
@@ -340,20 +367,31 @@ def say_coverage(counts_V: Tensor, tokens: list[int], console: Console) -> None:
 
 
 def heldout_prompts(
-    prompts: Prompts, chat: Chat, target: LoadedTarget, recipe: Recipe, say: Callable[[str], None] = lambda _: None
+    prompts: Prompts,
+    chat: Chat,
+    target: LoadedTarget,
+    recipe: Recipe,
+    say: Callable[[str], None] = lambda _: None,
+    write: Callable[[DataSection], Path] | None = None,
 ) -> list[HeldOut]:
     """Return the prompts that the periodic evaluation decodes; those of a file have no images.
 
-    `say`: called with the number of prompts of each source, where there are several.
+    Args:
+        say: called with the number of prompts of each source, where there are several.
+        write: returns a file of prompts that the target writes, for 'self'.
     """
     settings, sources = recipe.evaluation, sources_of(prompts)
     found: list[HeldOut] = []
     for number, (source, count) in enumerate(zip(sources, counts_of(sources, settings.count), strict=True)):
+        label = source.label
+        if source.prompts == SELF and count and write is not None:
+            asked = {"prompts": SELF, "kind": source.kind, "count": count}
+            source = SourceSection(prompts=str(write(recipe.data.model_copy(update=asked))))
         rows = islice(_heldout(source, chat, target, settings, count), count)
         found += [HeldOut(ids, source=number) for ids in rows]
         if len(sources) > 1:
             have = sum(prompt.source == number for prompt in found)
-            say(f"evaluation: {source.prompts}: {have:,} prompts; its share asks for {count:,}")
+            say(f"evaluation: {label}: {have:,} prompts; its share asks for {count:,}")
     return found
 
 

@@ -1,6 +1,7 @@
 """Measurements during training: acceptance on held-out prompts, the validation loss; early ends by them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +45,18 @@ METRICS: "dict[str, Callable[[Sequence[DecodeOutput]], float | list[float]]]" = 
     "acceptance_at": lambda outputs: acceptance_at(position_counts(output.rounds) for output in outputs),
 }
 """Metrics of the decoded texts, by their key in `metrics.jsonl` and in trackers."""
+
+
+def tau_by_source(result: Mapping[str, Any], sources: Sequence[str]) -> dict[str, float]:
+    """Return tau by the source of the prompts of an evaluation; `sources`: the label of each prompt's.
+
+    A source of which no text has a round is left out.
+    """
+    tokens, rounds = Counter[str](), Counter[str]()
+    for source, committed, passes in zip(sources, result["tokens"], result["rounds"], strict=True):
+        tokens[source] += committed
+        rounds[source] += passes
+    return {source: tau(tokens[source], rounds[source]) for source in rounds if rounds[source]}
 
 
 def evaluate_drafter(
@@ -97,7 +110,7 @@ def validate(
 ) -> dict[str, Any] | None:
     """Return the mean objective, alpha and top-1 agreement over the validation rows, the same on all processes.
 
-    Returns None without such rows, and where a signal came.
+    Of several sources alpha is returned by source, too. Returns None without such rows, and where a signal came.
 
     Args:
         batch: returns the rows of these indices.
@@ -106,31 +119,51 @@ def validate(
     rows, settings, stopping = validation_rows(context.recipe, data), context.recipe.train, record.stopping
     shares, share = context.text_share
     size = settings.batch_size // (shares * settings.gradient_accumulation)
-    totals: StepSums | None = None
+    totals: dict[str, StepSums] = {}
     if not rows:
         return None
     module.eval()
-    for begin in range(0, len(rows), shares * size):
-        mine = rows[begin + share * size : begin + (share + 1) * size]
+    begin = 0
+    for label, at_once in _batches(data, rows, shares * size):
+        mine = at_once[share * size : (share + 1) * size]
         torch.manual_seed(begin + share)  # block drafters draw the positions that they are trained at
+        begin += len(at_once)
         # All processes run the same passes, as sharded weights need; one without rows of its own counts none.
         sums: StepSums = module(batch(mine or [rows[0]]), step / settings.steps, last)
-        totals = StepSums(*(value if mine else torch.zeros_like(value) for value in sums)).plus(totals)
+        sums = StepSums(*(value if mine else torch.zeros_like(value) for value in sums))
+        totals[label] = sums.plus(totals.get(label))
         record.meet()
         if stopping.agreed is not None:
             break
     module.train()
     if isinstance(module, FSDPModule):
         module.reshard()  # in training the backward pass does
-    if totals is None or stopping.agreed is not None:
+    if stopping.agreed is not None:
         return None
-    loss, alpha_K, match_K, count_K = (reduced(context.accelerator, value) for value in totals[:4])
-    count_K = count_K.clamp_min(1)
+    whole, alpha_by_source = None, dict[str, list[float]]()
+    for label, of_source in totals.items():
+        sums = StepSums(*(reduced(context.accelerator, value) for value in of_source))
+        alpha_by_source[label] = (sums.alpha_K / sums.count_K.clamp_min(1)).tolist()
+        whole = sums.plus(whole)
+    assert whole is not None, "there are rows"
+    count_K = whole.count_K.clamp_min(1)
     return {
-        "loss": loss.item() / response_tokens(data.rows, rows),
-        "alpha": (alpha_K / count_K).tolist(),
-        "top1": (match_K / count_K).tolist(),
+        "loss": whole.loss.item() / response_tokens(data.rows, rows),
+        "alpha": (whole.alpha_K / count_K).tolist(),
+        "top1": (whole.match_K / count_K).tolist(),
+        **({"alpha_by_source": alpha_by_source} if len(totals) > 1 else {}),
     }
+
+
+def _batches(data: TrainingData, rows: list[int], size: int) -> Iterator[tuple[str, list[int]]]:
+    """Yield the rows in batches of one source, with its label; of packed rows, which mix sources, with ''."""
+    numbers = data.rows["source"] if "source" in data.rows.column_names else None
+    by_source: dict[str, list[int]] = {}
+    for row in rows:
+        by_source.setdefault("" if numbers is None else data.sources[numbers[row]], []).append(row)
+    for label, own in by_source.items():
+        for begin in range(0, len(own), size):
+            yield label, own[begin : begin + size]
 
 
 def early_end(

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from draftsmith.cli.options import CONTINUES, checked_recipe, interruptible, suggest, with_settings
-from draftsmith.distill.data_section import Prompts, SourceSection
+from draftsmith.distill.data_section import SELF, Prompts, SourceSection
+from draftsmith.errors import ConfigError
 from draftsmith.reading import assignment
 from draftsmith.train.prepare_settings import Preview, Regeneration
 
@@ -25,6 +26,10 @@ def data_preview(settings: Preview) -> None:
 
     def response(source: SourceSection) -> str:
         given = source.response or settings.response
+        if source.prompts == SELF:
+            if given == "text":
+                raise ConfigError(f"prompts={SELF} with response=text; expected target: only the prompts are written")
+            return "target"
         return given or ("text" if has_answers(source.prompts, source.subset, source.split) else "target")
 
     data = settings.data

@@ -205,5 +205,5 @@ def checked_recipe(name: str, overrides: list[str] | None, *, read_prompts: bool
     if not read_prompts:
         return recipe
     for_each_source(require_cached_prompts)(recipe.data.prompts, "data.prompts")
-    for_each_source(require_cached_prompts)(recipe.evaluation.prompts or EMBEDDED, "evaluation.prompts")
+    for_each_source(require_cached_prompts)(recipe.evaluation.prompts, "evaluation.prompts")
     return recipe

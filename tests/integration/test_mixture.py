@@ -18,6 +18,7 @@ from draftsmith.train.launch import make_accelerator
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.run_folder import read_metrics
 from draftsmith.train.step import batch_indices
+from draftsmith.train.validation import validate
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}Q{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}aQ{% endif %}"
@@ -42,6 +43,10 @@ def mixture(files: dict[str, Path], *shares: float, key: str = "data.prompts", m
     ]
     sources[1:2] = [{**source, "response": "text"} for source in sources[1:2]]
     return f"{key}={json.dumps([*sources, *more])}"
+
+
+def by_size(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir(), key=lambda file: -len(file.read_text().splitlines()))
 
 
 def run_of(recipe_file: Path, place: Path, *overrides: str) -> trainer.TrainingRun:
@@ -97,6 +102,40 @@ def test_every_batch_is_a_mixture_and_a_killed_run_resumes_exactly(
     assert weights[0] == weights[1]
     losses = [[row["loss"] for row in read_metrics(tmp_path / name) if "loss" in row] for name in ("whole", "cut")]
     assert losses[0] == losses[1]
+    summaries = [json.loads((tmp_path / name / "finished.json").read_text()) for name in ("whole", "cut")]
+    assert summaries[0]["by_source"] == summaries[1]["by_source"]
+
+
+def test_a_run_ends_with_its_numbers_by_source(
+    recipe_file: Path, tmp_path: Path, files: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a source alone they are those of the whole; alpha is that of a run which excludes the others' rows."""
+    mixed = [mixture(files, 2, 1, 1), "data.count=40", "data.validation=4", "train.steps=6", "evaluation.count=8"]
+    run = run_of(recipe_file, tmp_path / "run", *mixed)
+    data, held = run.data, range(run.data.trained, len(run.data.rows))
+    run.train()
+    best = json.loads((tmp_path / "run" / "finished.json").read_text())
+    rows = {row["step"]: row for row in read_metrics(tmp_path / "run") if "evaluation" in row}
+    row = rows[best["best_step"]]
+    for number, (name, file) in enumerate(files.items()):
+        own = best["by_source"][str(file)]
+        spans = [data.rows[index]["spans"] for index in range(data.trained) if data.rows[index]["source"] == number]
+        assert own["samples"] == len(spans) > 0
+        assert own["trained_tokens"] == sum(end - start for of_row in spans for start, end in of_row)
+        prompts = [place for place, prompt in enumerate(data.heldout) if prompt.source == number]
+        tokens, rounds = (sum(row["evaluation"][key][place] for place in prompts) for key in ("tokens", "rounds"))
+        assert own["prompts"] == len(prompts) > 0
+        assert own["tau"] == row["evaluation"]["tau_by_source"][str(file)] == pytest.approx(tokens / rounds)
+        others = [index for index in held if data.rows[index]["source"] != number]
+        alone = run_of(recipe_file, tmp_path / name, *mixed, f"data.exclude_rows={others}")
+        validated = validate(
+            alone.context, alone.engine.module, alone.data, 0, alone.last, batch=alone.batch, record=alone.record
+        )
+        assert validated is not None
+        assert "alpha_by_source" not in validated
+        assert rows[0]["validation"]["alpha_by_source"][str(file)] == pytest.approx(validated["alpha"], rel=1e-5)
+    said = capsys.readouterr().err
+    assert f"By source, at step {best['best_step']}" in said
 
 
 def test_a_change_of_shares_samples_only_what_is_missing(
@@ -155,13 +194,30 @@ def test_the_target_may_be_a_source_and_the_evaluation_has_its_own(
     marked.write_text("".join(json.dumps(line) + "\n" for line in lines))
     listed += [{"prompts": str(files["maths"])}, {"prompts": str(marked)}]
     overrides = [f"data.prompts={json.dumps(listed)}", f"data.chat_template={template}", "data.count=25"]
-    held = mixture({name: files[name] for name in ("code", "talk")}, 1, 3, key="evaluation.prompts")
-    more = ["data.prompt_tokens=40", "data.train_on=all", "evaluation.count=8", "train.steps=2"]
+    held = mixture(
+        {name: files[name] for name in ("code", "talk")},
+        *(1, 3),
+        key="evaluation.prompts",
+        more=[{"prompts": "self", "share": 2}],
+    )
+    more = ["data.prompt_tokens=40", "data.train_on=all", "evaluation.count=12", "train.steps=2"]
     folder = trainer.train(load_recipe(str(recipe_file), [*overrides, held, *more]))
     assert (folder / "config.json").is_file()
     said = capsys.readouterr().err
     assert f"evaluation: {files['code']}: 2 prompts; its share asks for 2" in said
     assert f"evaluation: {files['talk']}: 5 prompts; its share asks for 6" in said
+    assert "evaluation: self: 4 prompts; its share asks for 4" in said
+    trained, held_out = (set(file.read_text().splitlines()) for file in by_size(tmp_path / "cache" / "self-prompts"))
+    assert not trained & held_out, "they have another seed"
+    numbers = json.loads((folder.parent / "finished.json").read_text())["by_source"]
+    assert {label: tuple(own.get(key) for key in ("samples", "prompts")) for label, own in numbers.items()} == {
+        "self": (10, 4),
+        str(files.get(other, other)): (5, 5 if other == "talk" else None),
+        str(files["maths"]): (5, None),
+        str(marked): (5, None),
+        str(files["code"]): (None, 2),
+        **({} if other == "talk" else {str(files["talk"]): (None, 5)}),
+    }
     assert [count for _, count in re.findall(r"data: (\S+): (\d+) samples", said)] == ["10", "5", "5", "5"]
     tokens, trained = re.findall(rf"data: {marked}: 5 samples, (\d+) tokens, (\d+) of them trained", said)[0]
     assert int(tokens) - int(trained) == 5 * len("uQaaa.")
@@ -182,6 +238,33 @@ def test_commands_take_the_list(files: dict[str, Path], tmp_path: Path, recipe_f
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["prompt"][0] for line in lines] == list("cmt" * 3)
     assert "Rmaths" not in out.read_text(), "the target answers all prompts"
+
+
+def test_commands_take_prompts_of_the_target(tmp_path: Path, recipe_file: Path, capsys: Any) -> None:
+    template, out = tmp_path / "template.jinja", tmp_path / "out.jsonl"
+    template.write_text(TEMPLATE)
+    words = ["--target", load_recipe(str(recipe_file)).target.model, "--chat-template", template, "--prompt-tokens", 40]
+    assert run("data", "preview", "self", *words, "--show", 2) == 0
+    said = capsys.readouterr()
+    shown = said.out.splitlines()[1:4:2]
+    assert "data.prompts=self data.response=target" in said.err
+    assert run("data", "regenerate", "self", *words, "--count", 5, "--max-tokens", 4, "--out", out) == 0
+    asked, answers = zip(*(json.loads(line)["messages"] for line in out.read_text().splitlines()), strict=True)
+    assert len(asked) == 5
+    assert {message["role"] for message in answers} == {"assistant"}
+    assert shown == [f"uQ{message['content']}<eos>aQ" for message in asked[:2]], (
+        "the first ones, as its seed is the same"
+    )
+    capsys.readouterr()
+    for command, message in {
+        ("preview", "[{prompts: self, response: text}]"): "prompts=self with response=text; expected target",
+        ("regenerate", "self", "--out", tmp_path / "b.jsonl"): "prompts=self without --count; expected the number",
+        ("regenerate", "self", "--out", tmp_path / "b.jsonl", "--server", "http://localhost:1", "--model", "m"): (
+            "prompts=self with --server; expected a file"
+        ),
+    }.items():
+        assert run("data", *command, *words) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -232,8 +315,8 @@ def test_bad_sources_are_refused_in_one_line(
         ([{"prompts": "embedded", "response": "text"}], ["data.responses=2"], "data.responses=2 with response='text'"),
         (
             [{"prompts": "embedded"}],
-            ["evaluation.prompts=self"],
-            "evaluation.prompts=self; expected a file or a folder",
+            ["evaluation.prompts=[{prompts: embedded, kind: code}]"],
+            "kind=code with prompts=embedded; expected it with prompts='self' only",
         ),
     ],
 )

@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from draftsmith.config import section_of
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.data_section import DataSection, SourceSection
+from draftsmith.distill.data_section import DataSection, Kind, SourceSection
 from draftsmith.distill.load_target import LoadedTarget, load_target
-from draftsmith.distill.self_prompts import KINDS, turn_header, write_self_prompts
+from draftsmith.distill.self_prompts import KINDS, has_signs, turn_header, write_self_prompts
 from draftsmith.errors import ConfigError
 from draftsmith.heads.model_config import eos_tokens
 from draftsmith.storage import cache_dir
@@ -66,7 +66,25 @@ def test_a_kind_is_a_system_prompt_before_the_turn(target: LoadedTarget, monkeyp
     rows = [json.loads(line)["messages"] for line in file.read_text(encoding="utf-8").splitlines()]
     assert [[message["role"] for message in row] for row in rows] == [["user"]] * 6
     assert [row[0]["content"] for row in rows] != written(target, 6)
-    assert said[-1].endswith("% have words of kind=code")
+    signs = sum(has_signs("code", row[0]["content"]) for row in rows)
+    assert said[-1] == f"data: self code: {signs} of 6 prompts have words of code"
+    assert write_self_prompts(target, chat, data, 0, progress=False, say=said.append) == file
+    assert said[-1] == said[-2], "the next run prints it, too"
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        ("Fix this:\n```\nx = 1\n```", ["code"]),
+        ("Tom has 3 red and 4 blue marbles. How many are there?", ["math"]),
+        ("What is 12 * 7?", ["math"]),
+        ("I was born in 1990 in a barcode factory.", []),
+        ("A poem about autumn, please", ["writing"]),
+        ("Summarize this article", ["extraction"]),
+    ],
+)
+def test_words_tell_kinds(text: str, kinds: list[Kind]) -> None:
+    assert [kind for kind in KINDS if has_signs(kind, text)] == kinds
 
 
 @pytest.mark.parametrize(
@@ -134,6 +152,13 @@ def test_what_cannot_be_asked_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         write_self_prompts(target, chat_of(target, template), section(longest, 4), 0, progress=False)
+
+
+def test_a_target_too_short_for_a_kind_is_refused(target: LoadedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KINDS, "code", 130 * "a")
+    data = section(40, 4).model_copy(update={"kind": "code"})
+    with pytest.raises(ConfigError, match="a target that reads more than 13"):
+        write_self_prompts(target, chat_of(target), data, 0, progress=False)
 
 
 def test_a_template_of_the_tokenizer_alone_is_used_with_its_options(
