@@ -273,6 +273,6 @@ def _hub_datasets(recipe: dict[str, Any]) -> list[str]:
 def _sources(data: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the sources of a recipe's section `data`, each with `prompts`, `response` and `share` of all samples."""
     prompts, response = data.get("prompts"), data.get("response")
-    given = prompts if isinstance(prompts, list) else [] if prompts is None else [{"prompts": prompts}]
+    given = prompts if isinstance(prompts, list) else [] if prompts is None else [data]
     total = sum(source.get("share", 1) for source in given)
     return [{**one, "response": one.get("response") or response, "share": one.get("share", 1) / total} for one in given]

@@ -32,10 +32,10 @@ def by_source(data: TrainingData, row: Mapping[str, Any]) -> dict[str, dict[str,
 
 def table_by_source(numbers: Mapping[str, Mapping[str, Any]], step: int) -> Table:
     """Return the numbers of `by_source` as a table; `step`: that of the evaluation."""
-    table = Table(title=f"By source, at step {step}")
+    table = Table(title=f"By source, step {step}: trained; tau of held-out prompts; alpha in validation")
     table.add_column("source", overflow="fold")
-    for column in ("samples", "trained tokens", "held-out prompts", "tau", "validation alpha"):
-        table.add_column(column, justify="right")
+    for column in ("samples", "tokens", "prompts", "tau", "alpha"):
+        table.add_column(column, justify="right", no_wrap=True)
     for label, own in numbers.items():
         counts = (f"{own[name]:,}" if name in own else "" for name in ("samples", "trained_tokens", "prompts"))
         table.add_row(

@@ -135,7 +135,10 @@ def test_a_run_ends_with_its_numbers_by_source(
         assert "alpha_by_source" not in validated
         assert rows[0]["validation"]["alpha_by_source"][str(file)] == pytest.approx(validated["alpha"], rel=1e-5)
     said = capsys.readouterr().err
-    assert f"By source, at step {best['best_step']}" in said
+    table = said.partition(f"By source, step {best['best_step']}: ")[2]
+    own = best["by_source"][str(files["code"])]
+    assert f" {own['tau']:.2f} [{own['interval'][0]:.2f}, {own['interval'][1]:.2f}] │" in table
+    assert f" {own['validation_alpha'][0]:.3f} │" in table
 
 
 def test_a_change_of_shares_samples_only_what_is_missing(

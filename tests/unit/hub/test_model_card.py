@@ -60,13 +60,15 @@ def test_every_kind_has_a_card(tmp_path: Path) -> None:
 
 
 def test_a_card_names_all_sources_of_a_mixture(tmp_path: Path, tiny_target: LlamaForCausalLM) -> None:
-    listed = [{"prompts": "org/a", "share": 3, "response": "text"}, {"prompts": "/home/b.jsonl"}, {"prompts": "org/a"}]
+    listed = [{"prompts": "org/a", "share": 3, "response": "text"}, {"prompts": "/home/b.jsonl"}]
+    listed.append({"prompts": "self", "kind": "code"})
     folder = _saved("medusa", tmp_path / "d", tiny_target, "org/target", data={"prompts": listed})
     write_card(folder, None, None)
     card = (folder / "README.md").read_text()
     assert ModelCard(card).data.to_dict()["datasets"] == ["org/a"]
     sources = (
-        "`org/a` (60 %, the data's responses), `b.jsonl` (20 %, sampled responses), `org/a` (20 %, sampled responses)"
+        "`org/a` (60 %, the data's responses), `b.jsonl` (20 %, sampled responses), `self` of kind `code` "
+        "(20 %, sampled responses)"
     )
     assert f"Trained with draftsmith on {sources}, with responses sampled from the target at temperature 1," in card
 
