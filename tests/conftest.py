@@ -76,6 +76,20 @@ def mostly_slow(cases: Iterable[Any], *fast: Any) -> list[Any]:
     return [case if case in fast else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
+def spread(first: Iterable[Any], second: Iterable[Any], each: int = 1) -> list[Any]:
+    """Return all pairs as parameters; in `make test` each of `first` has `each` of `second`, in turns.
+
+    The other pairs are marked slow.
+    """
+    others = list(second)
+    pairs = []
+    for place, one in enumerate(first):
+        fast = {(place * each + turn) % len(others) for turn in range(each)}
+        marks = [() if number in fast else pytest.mark.slow for number in range(len(others))]
+        pairs += [pytest.param(one, other, marks=mark) for other, mark in zip(others, marks, strict=True)]
+    return pairs
+
+
 def pytest_collection_finish() -> None:
     """Exclude imported objects from garbage collection: each full collection of half a million takes 0.5 s."""
     gc.collect()

@@ -170,6 +170,7 @@ class Engine:
 class _Handler(BaseHTTPRequestHandler):
     engine: Engine
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or each answer waits 40 ms for the acknowledgement of its headers
 
     def log_message(self, *_: Any) -> None:
         pass

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import make_llama, spread
 from drawn_tree import ChosenTree, DrawnTree, widths_shape
 from exact.enumeration import (
     BranchingRng,
@@ -200,13 +200,16 @@ class Retrieves(ToyDrafter):
         return Draft((4, FORBIDDEN, END, END, 3, 0), (ROOT, ROOT, ROOT, 0, 1, 2)) if odd and room >= 2 else None
 
 
-@pytest.mark.parametrize(("rule", "policy"), [*CASES, (None, ChosenTree(widths_shape((3, 1))))], ids=str)
-@pytest.mark.parametrize("sampling", [TOP_2, GREEDY], ids=["T=1", "T=0"])
-@pytest.mark.parametrize("grammar", GRAMMARS)
+@pytest.mark.parametrize(
+    ("case", "setting"),
+    spread([*CASES, (None, ChosenTree(widths_shape((3, 1))))], product([TOP_2, GREEDY], GRAMMARS), 2),
+    ids=str,
+)
 def test_places_without_an_allowed_token_change_nothing(
-    rule: str | None, policy: Policy, sampling: Sampling, grammar: str
+    case: tuple[str | None, Policy], setting: tuple[Sampling, str]
 ) -> None:
     """Only drafts have them: no text goes on after its end, and none has the forbidden token."""
+    (rule, policy), (sampling, grammar) = case, setting
     for seed in range(PAIRS):
         for kind in (ToyDrafter, Retrieves) if rule in (None, "point-mass") else (ToyDrafter,):
             gap = toy_gap(seed, policy, rule, 4, sampling, frozenset({END}), (GRAMMARS[grammar],), kind)
@@ -479,8 +482,7 @@ ALONE = (
 """A drafter of each family whose texts are decoded alone in `make test`; rows of a batch are those of all drafters."""
 
 
-@pytest.mark.parametrize("policy", OF_MODELS, ids=str)
-@pytest.mark.parametrize("kind", ["draft_model", *HEADS_OF_TARGETS])
+@pytest.mark.parametrize(("kind", "policy"), spread(["draft_model", *HEADS_OF_TARGETS], OF_MODELS, 2), ids=str)
 def test_transformers_models_are_lossless(kind: str, policy: Policy) -> None:
     """All histories are rows of one batch; their drafts and accepted paths differ."""
     assert _llama_gap(kind, policy, at_once=TOGETHER) < EXACT_ENOUGH

@@ -207,31 +207,35 @@ def test_a_local_measurement_is_compared_with_a_server(
     assert "a real difference" in said
 
 
-@pytest.mark.parametrize("lm_head", ["intact", "zeroed", "permuted"])
 def test_a_drafter_that_lost_its_lm_head_is_named(
-    lm_head: str, folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The engine accepts as many of the target's own drafts as the local decoder does with such an lm_head."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     weight_VH = model.state_dict()["lm_head.weight"]
-    if lm_head != "intact":
-        weight_VH.copy_(weight_VH.roll(7, 0) if lm_head == "permuted" else torch.zeros_like(weight_VH))
-    model.save_pretrained(tmp_path / "draft")
-    local = ["eval", "--target", folder, "--drafter", f"d={tmp_path / 'draft'}", "--prompts", prompts]
-    local += ["--temperature", 0, "--max-new-tokens", 7, "--repeats", 2, "--gamma", 2]
-    assert run(*local, "--out", tmp_path / "lost") == 0
-    local[4] = f"d={folder}"
-    assert run(*local, "--out", tmp_path / "local") == 0
-    first = json.loads((tmp_path / "lost" / "eval.json").read_text())["rows"][0]["acceptance_at"][0]
-    assert (first == 1.0) == (lm_head == "intact")
-    with Drafting("vllm", first).engine.running() as engine:
-        assert served(folder, prompts, engine, tmp_path / "served", "--temperature", 0) == 0
-    note = "of the first draft tokens are accepted, no more than of random ones: an lm_head that was quantised"
-    said = " ".join(capsys.readouterr().out.split())
-    assert (note in said) == (lm_head != "intact")
-    assert run("eval", "compare", tmp_path / "local", tmp_path / "served") == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert ("(1) weights (an lm_head that was quantised" in said) == (lm_head != "intact")
+    heads = {"intact": weight_VH.clone(), "permuted": weight_VH.roll(7, 0), "zeroed": torch.zeros_like(weight_VH)}
+    local = ["eval", "--target", folder, "--prompts", prompts, "--temperature", 0, "--max-new-tokens", 7]
+    local += ["--repeats", 2, "--gamma", 2]
+    drafters: list[str] = []
+    for name, lm_head_VH in heads.items():
+        weight_VH.copy_(lm_head_VH)
+        model.save_pretrained(tmp_path / name)
+        drafters += ["--drafter", f"{name}={tmp_path / name}"]
+    assert run(*local, *drafters, "--out", tmp_path / "lost") == 0
+    assert run(*local, "--drafter", f"d={folder}", "--out", tmp_path / "local") == 0
+    rows = json.loads((tmp_path / "lost" / "eval.json").read_text())["rows"]
+    firsts = {row["drafter"]: row["acceptance_at"][0] for row in rows if row["drafter"] in heads}
+    for name in heads:
+        assert (firsts[name] == 1.0) == (name == "intact")
+        capsys.readouterr()
+        with Drafting("vllm", firsts[name]).engine.running() as engine:
+            assert served(folder, prompts, engine, tmp_path / f"served {name}", "--temperature", 0) == 0
+        note = "of the first draft tokens are accepted, no more than of random ones: an lm_head that was quantised"
+        said = " ".join(capsys.readouterr().out.split())
+        assert (note in said) == (name != "intact")
+        assert run("eval", "compare", tmp_path / "local", tmp_path / f"served {name}") == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert ("(1) weights (an lm_head that was quantised" in said) == (name != "intact")
 
 
 def test_a_server_with_a_shorter_context_than_the_target(folder: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from conftest import spread
 from drawn_tree import ChosenTree, widths_shape
 from transformers import (
     AutoModelForCausalLM,
@@ -122,17 +123,16 @@ def drafter_for(family: str) -> DraftModel:
     return DraftModel(draft.eval())
 
 
-@pytest.mark.parametrize("family", [*DECODER_ONLY, *ENCODER_DECODER])
-def test_greedy_text_is_that_of_generate(family: str) -> None:
+@pytest.mark.parametrize(("family", "policy"), spread([*DECODER_ONLY, *ENCODER_DECODER], POLICIES, 2))
+def test_greedy_text_is_that_of_generate(family: str, policy: str) -> None:
     expected = reference(family)
     assert len({tuple(text) for text in expected}) > 1, "the texts have to tell prompts apart"
-    for policy in POLICIES.values():
-        decoder = SpeculativeDecoder(build(family, 0), drafter_for(family), policy=policy)
-        alone = [decoder.generate(prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS]
-        assert [out.tokens for out in alone] == expected, str(policy)
-        assert sum(record.accepted for out in alone for record in out.rounds) > 4, "hardly anything was drafted right"
-        batch = decoder.generate_batch(PROMPTS, max_new_tokens=NEW_TOKENS)
-        assert [out.tokens for out in batch] == expected, f"{policy} in a batch"
+    decoder = SpeculativeDecoder(build(family, 0), drafter_for(family), policy=POLICIES[policy])
+    alone = [decoder.generate(prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS]
+    assert [out.tokens for out in alone] == expected
+    assert sum(record.accepted for out in alone for record in out.rounds) > 4, "hardly anything was drafted right"
+    batch = decoder.generate_batch(PROMPTS, max_new_tokens=NEW_TOKENS)
+    assert [out.tokens for out in batch] == expected, "in a batch"
 
 
 @pytest.mark.parametrize("family", ENCODER_DECODER)

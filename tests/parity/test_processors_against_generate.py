@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import VOCAB, make_llama
+from conftest import VOCAB, make_llama, spread
 from transformers import (
     LlamaForCausalLM,
     LogitsProcessor,
@@ -110,8 +110,7 @@ def greedy_texts(name: str | None) -> tuple[list[list[list[int]]], list[list[int
     return alone, texts(target, PROMPTS, do_sample=False, **settings)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(("name", "policy"), spread(SETTINGS, POLICIES))
 def test_greedy_text_with_processors_is_that_of_generate(
     tiny_target: LlamaForCausalLM, drafter: DraftModel, name: str, policy: str
 ) -> None:

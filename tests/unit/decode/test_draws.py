@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import make_llama, spread
 from exact.wrong_rules import of_text
 from torch import Tensor
 from transformers import (
@@ -112,12 +112,12 @@ WHOLE_DECODES = [
 ]
 
 
-@pytest.mark.parametrize(("policy", "rule"), WHOLE_DECODES)
-@pytest.mark.parametrize("cuts", [{}, {"top_k": 2}], ids=["all tokens", "top-k"])
+@pytest.mark.parametrize(("plan", "top_k"), spread(WHOLE_DECODES, [None, 2]), ids=str)
 def test_texts_of_a_batch_are_those_of_each_alone(
-    policy: str | None, rule: str | None, cuts: dict[str, int], tiny_target: LlamaForCausalLM
+    plan: tuple[str | None, str | None], top_k: int | None, tiny_target: LlamaForCausalLM
 ) -> None:
     """Their drafts have other shapes and lengths, and they end in other rounds."""
+    policy, rule = plan
     noisy = make_llama()
     torch.manual_seed(3)
     for parameter in noisy.parameters():
@@ -127,10 +127,10 @@ def test_texts_of_a_batch_are_those_of_each_alone(
 
     def decoded(numbers: Sequence[int]) -> list[tuple]:
         rows = [DecodeSequence(list(prompts[n]), len(prompts[n]) + 30 + n, n, number=n) for n in numbers]
-        plan, own = None if policy is None else policy_named(policy), rule and RULES[rule]
-        processors = Processors(Sampling(1.0, **cuts))
+        made, own = None if policy is None else policy_named(policy), rule and RULES[rule]
+        processors = Processors(Sampling(1.0, top_k))
         with torch.inference_mode():
-            decoding = DecodeLoop(TransformersTarget(tiny_target), drafter, plan, rows, processors, own)
+            decoding = DecodeLoop(TransformersTarget(tiny_target), drafter, made, rows, processors, own)
             decoding.prefill()
             while decoding.texts:
                 decoding.round()

@@ -198,36 +198,31 @@ CASES: dict[str, tuple[str | None, str | None, str | None, dict[str, Any]]] = {
 """By name: drafter, policy, rule, settings of `generate_batch`."""
 
 
+MOST_UPLOADS = 2
+"""Of a round: its outcome with the numbers for the next one, and the tokens that the drafter has not read."""
+
+
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("name", CASES)
-def test_reads_of_a_round(name: str, batch: int) -> None:
-    """One read for chains of one length and retrieved drafts, whatever the number of texts."""
+def test_reads_and_uploads_of_a_round(name: str, batch: int) -> None:
+    """One read for chains of one length and retrieved drafts, whatever the number of texts.
+
+    As few uploads for texts of different lengths, which leave the batch at different times, as for one.
+    """
     drafter, policy, rule, settings = CASES[name]
+    constant.cache_clear()  # or its tensors would count as the host's
     rounds, _, reads = reads_per_round(drafter, policy, batch, rule, **settings)
     assert len(reads) == rounds, f"{len(reads) / rounds:.1f} reads a round:\n{reads}"
+    of_shapes = constant.cache_info().misses
+    most = MOST_UPLOADS * rounds + of_shapes
+    assert len(reads.uploads) <= most, f"{len(reads.uploads) / rounds:.1f} uploads a round:\n{reads}"
+    assert of_shapes <= 8, "the same tables in every round"
 
 
 def test_chains_beside_retrieved_drafts_are_read_once() -> None:
     """In one of these rounds some texts have a retrieved draft: one read more, not one for each token of a chain."""
     rounds, _, reads = reads_per_round("hybrid", CHAIN, 8, None)
     assert len(reads) == rounds + 1, str(reads)
-
-
-MOST_UPLOADS = 2
-"""Of a round: its outcome with the numbers for the next one, and the tokens that the drafter has not read."""
-
-
-@pytest.mark.parametrize("batch", [1, 5, 8])
-@pytest.mark.parametrize("name", CASES)
-def test_uploads_of_a_round(name: str, batch: int) -> None:
-    """As few for texts of different lengths, which leave the batch at different times, as for one."""
-    drafter, policy, rule, settings = CASES[name]
-    constant.cache_clear()  # or its tensors would count as the host's
-    rounds, _, reads = reads_per_round(drafter, policy, batch, rule, **settings)
-    of_shapes = constant.cache_info().misses
-    most = MOST_UPLOADS * rounds + of_shapes
-    assert len(reads.uploads) <= most, f"{len(reads.uploads) / rounds:.1f} uploads a round:\n{reads}"
-    assert of_shapes <= 8, "the same tables in every round"
 
 
 READS_OF_A_LEVEL: dict[str, tuple[int, int]] = {
