@@ -86,3 +86,5 @@ $(LOWEST)/.installed: pyproject.toml
 
 clean:
 	rm -rf $(VENV) $(LOWEST) $(NEWEST) runs build dist site *.egg-info
+	@cache="$${DRAFTSMITH_CACHE:-$$HOME/.cache/draftsmith}"; test ! -d "$$cache" || \
+	  echo "Kept: $$(du -sh "$$cache" | cut -f1) of sampled responses and built targets in $$cache; rm -r it to sample anew"

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from draftsmith.decode.decoder import SpeculativeDecoder
     from draftsmith.heads.checkpoint import load_drafter, save_drafter
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 __all__ = [
     "ConfigError",
     "DraftsmithError",

@@ -1,6 +1,7 @@
 """Text and progress on terminals, and text in Markdown: control characters and markup are shown literally."""
 
 import json
+import logging
 import re
 import shlex
 from collections.abc import Callable, Iterator
@@ -16,15 +17,28 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
+    Task,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.segment import Segment
+from rich.text import Text
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that move the cursor, start an escape sequence or reverse text; line breaks and tabs are not matched."""
 MARKUP = re.compile(r"[\\`*\[\]<>|~$&]|(?<![^\W_])_|_(?![^\W_])")
+
+
+def quiet_imports() -> None:
+    """Silence lines of libraries at import: files that torchao cannot load, and that DeepSpeed takes the CPU."""
+    for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao
+        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("DeepSpeed").addFilter(_is_no_fallback)  # it sets the level of its logger itself
+
+
+def _is_no_fallback(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Setting accelerator to CPU")
 
 
 def printable(text: str) -> str:
@@ -51,14 +65,25 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
-def time_left() -> ProgressColumn:
-    """Return a column with the remaining time at the mean speed of the last hour."""
-    return TimeRemainingColumn(compact=True)
+class TimeLeft(ProgressColumn):
+    """A column with the remaining time at the mean speed since the bar began.
+
+    rich's own estimates the speed from the last 1,000 updates, which are seconds where each token is one.
+    """
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        done = task.completed - task.fields["found"]
+        if task.total is None or not task.elapsed or done <= 0:
+            return Text("-:--", style="progress.remaining")
+        left = 0.0 if task.finished else task.elapsed * (task.total - task.completed) / done
+        return Text(clock(left), style="progress.remaining")
 
 
 def units() -> tuple[ProgressColumn, ...]:
     """Return the columns of a bar that counts units: their number, and the remaining time."""
-    return TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), time_left()
+    return TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeLeft()
 
 
 class Bars(Progress):
@@ -68,8 +93,12 @@ class Bars(Progress):
     """Time between two such lines; a stage whose first unit takes longer prints them, too."""
 
     def __init__(self, *columns: str | ProgressColumn, **options: Any) -> None:
-        super().__init__(*columns, speed_estimate_period=3600.0, **options)
+        super().__init__(*columns, **options)
         self._ended = Event()
+
+    def add_task(self, description: str, *arguments: Any, completed: int = 0, **options: Any) -> TaskID:
+        """Add a task, of which `completed` parts were done by an earlier run: they do not count as speed."""
+        return super().add_task(description, *arguments, completed=completed, found=completed, **options)
 
     def start(self) -> None:
         super().start()
@@ -98,7 +127,7 @@ def stage(name: str, total: int | None = None, *, shown: bool = True) -> Iterato
     console = Terminal(stderr=True)
     if shown and not console.is_terminal:
         console.print(f"  stage: {name}", markup=False, soft_wrap=True)
-    left = () if total is None else (BarColumn(), MofNCompleteColumn(), time_left())
+    left = () if total is None else (BarColumn(), MofNCompleteColumn(), TimeLeft())
     columns = (TextColumn("{task.description}"), TimeElapsedColumn(), *left)
     with Bars(*columns, console=console, disable=not shown, transient=not console.is_terminal) as bar:
         task = bar.add_task(name, total=total)

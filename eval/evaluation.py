@@ -385,7 +385,8 @@ def show(evaluation: Evaluation, out: Path) -> None:
     """Print the table, the guards, the notes and the place of the report."""
     console = Terminal(width=None if Terminal().is_terminal else 110)
     console.print(summary_table(evaluation))
-    console.print(verdict(evaluation.rows), markup=False)
+    for line in verdict(evaluation.rows):
+        console.print(line)
     for guard in evaluation.guards:
         console.print(f"WRONG ({guard['guard']}): {guard['message']}", style="bold red")
     for note in evaluation.notes:

@@ -114,20 +114,28 @@ def visible(piece: str) -> list[tuple[str, str]]:
     return parts
 
 
-def verdict(rows: list[ResultRow]) -> str:
-    """Return whether a drafter is faster than the target alone, and if none is, the cause of the best one."""
-    best = max((row for row in rows if row["category"] == OVERALL), key=lambda row: row["speedup"])
+def verdict(rows: list[ResultRow]) -> list[str]:
+    """Return a sentence for each temperature and batch size: the fastest drafter or, if none is faster, why not."""
+    best: dict[tuple[float, int], ResultRow] = {}
+    for row in rows:
+        condition = row["temperature"], row["batch_size"]
+        if row["category"] == OVERALL and (condition not in best or row["speedup"] > best[condition]["speedup"]):
+            best[condition] = row
+    return [_verdict_on(row) for row in best.values()]
+
+
+def _verdict_on(best: ResultRow) -> str:
     batch = f", batch {best['batch_size']}" if best["batch_size"] > 1 else ""
-    name = f"{best['drafter']} ({best['policy']}) at T={best['temperature']:g}{batch}"
+    where, name = f"at T={best['temperature']:g}{batch}", f"{best['drafter']} ({best['policy']})"
     speeds = f"{best['baseline_tokens_per_second']:.0f} to {best['tokens_per_second']:.0f} tokens/s"
     low = best["speedup"] if best["speedup_interval"] is None else best["speedup_interval"][0]
     if low > 1:
         return (
-            f"Fastest: {name} makes the target {best['speedup']:.2f} times as fast ({speeds}) and commits "
+            f"Fastest {where}: {name} makes the target {best['speedup']:.2f} times as fast ({speeds}) and commits "
             f"{best['tau']:.2f} tokens per target forward pass."
         )
-    measurably = " measurably" * (best["speedup"] > 1)
-    return f"No drafter is{measurably} faster than the target alone: {name} is {best['speedup']:.2f}x. {cause(best)}"
+    faster = "measurably faster" if best["speedup"] > 1 else "faster"
+    return f"No drafter is {faster} than the target alone {where}: {name} is {best['speedup']:.2f}x. {cause(best)}"
 
 
 FEW_ACCEPTED, SLOW_PASS = 1.3, 1.5
@@ -175,7 +183,7 @@ def _values(evaluation: Evaluation) -> dict[str, Any]:
     accepted = [often_tested(row) for row in overall]
     deepest = max(map(len, accepted))
     return {
-        "verdict": verdict(evaluation.rows),
+        "verdicts": verdict(evaluation.rows),
         "overall": overall,
         "accepted": list(zip(overall, accepted, strict=True)),
         "by_context": [row for row in overall if len(row.get("by_context", ())) > 1],

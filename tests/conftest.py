@@ -6,6 +6,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import quiet  # noqa: F401 - before transformers is imported
+
+# isort: split
 import pytest
 import torch
 import yaml

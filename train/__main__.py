@@ -4,7 +4,7 @@ import signal
 import sys
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.terminal import printable
+from draftsmith.terminal import printable, quiet_imports
 from draftsmith.train.launch_variables import launch_variables
 from draftsmith.train.recipe import load_recipe
 
@@ -14,6 +14,7 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: accelerate launch -m draftsmith.train RECIPE [section.key=value ...]")
         return 0 if arguments else 2
+    quiet_imports()
     try:
         recipe = load_recipe(arguments[0], arguments[1:])
         recipe.require_paths()

@@ -1,6 +1,7 @@
 """The output of a run on the main process: lines and a progress bar; the memory and the time that a process used."""
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.table import Column, Table
 
-from draftsmith.terminal import Bars, Terminal, time_left
+from draftsmith.terminal import Bars, Terminal, TimeLeft
 
 TRIM_EVERY = 8
 """Steps after which freed memory is given back on a CPU: it takes a few percent of one step."""
@@ -53,6 +54,9 @@ class MemoryMeter:
         return self.peak()
 
 
+NO_SUGGESTIONS = "DRAFTSMITH_NO_SUGGESTIONS"
+"""The variable of the environment with which the quickstart starts a run that is one of its stages."""
+
 PARTS: tuple[str, ...] = ("fetch", "teacher", "drafter", "objective", "backward", "optimizer", "other")
 """The parts of a training step."""
 
@@ -91,6 +95,11 @@ class Console:
         """Print a line."""
         self._rich.print(text, soft_wrap=True)
 
+    def suggest(self, command: str) -> None:
+        """Print the command that usually follows, unless a command that runs this one prints its own."""
+        if not os.environ.get(NO_SUGGESTIONS):
+            self.say(f"next: {command}")
+
     def show(self, table: Table) -> None:
         """Print a table."""
         self._rich.print(table)
@@ -111,7 +120,7 @@ class Console:
             ),
             BarColumn(bar_width=8),
             MofNCompleteColumn(),
-            time_left(),
+            TimeLeft(),
             TextColumn("{task.fields[numbers]}"),
         )
         with Bars(*columns, console=self._rich, disable=not self.visible) as progress:

@@ -63,7 +63,7 @@ def train(recipe: Recipe) -> Path:
         if first_process:
             console = Console(True)
             console.say(f"{recipe.name}: already finished in {folder}")
-            console.say(f"next: {eval_command(recipe)}")
+            console.suggest(eval_command(recipe))
         return folder / DRAFTER
     accelerator = make_accelerator(recipe, folder)
     accelerator.wait_for_everyone()  # every process has checked the folder before the first one writes
@@ -157,7 +157,7 @@ class TrainingRun:
         estimated = ", ".join(f"{in_units(size)} estimated {phase}" for phase, size in estimates.items())
         measured = f"best tau {best.tau:.2f} at step {best.step}"
         self.console.say(f"{name}: {measured}; peak memory {peak}{estimated and f' ({estimated})'}")
-        self.console.say(f"next: {eval_command(self.recipe)}")
+        self.console.suggest(eval_command(self.recipe))
 
     def step(self, step: int) -> dict[str, Any]:
         """Take an optimizer step over a global batch, and return its metrics."""

@@ -1,7 +1,6 @@
 """The command line. Commands import their packages when they run: help and errors do not wait for torch."""
 
 import _thread
-import logging
 import os
 import sys
 import traceback
@@ -29,7 +28,7 @@ from draftsmith.eval.settings import DemoSettings, PromptSettings
 from draftsmith.names import require_free_port
 from draftsmith.option_fields import Option
 from draftsmith.storage import require_folder
-from draftsmith.terminal import printable
+from draftsmith.terminal import printable, quiet_imports
 from draftsmith.train.machines import machine_named, room_on
 
 
@@ -293,8 +292,7 @@ def _interrupts_kept() -> Iterator[None]:
 def main(arguments: list[str] | None = None) -> Any:
     """Run the command line; an error that the user can fix is printed as one line, with exit code 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which names what it cannot load
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet_imports()
     try:
         for argument in arguments:
             if not argument.isprintable() and argument != argument.encode(errors="replace").decode():

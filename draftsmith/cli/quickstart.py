@@ -1,8 +1,7 @@
 """The quickstart: train two drafters for the embedded target, choose how they draft, and measure their speedup."""
 
 import json
-import math
-import os.path
+import os
 import subprocess
 import sys
 import time
@@ -10,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ import torch
 from draftsmith.cli.options import suggest
 from draftsmith.errors import DraftsmithError
 from draftsmith.eval.evaluation import measure, show
-from draftsmith.eval.forecast.command import best_line
 from draftsmith.eval.forecast.command import run as run_forecast
 from draftsmith.eval.journal import JOURNAL
 from draftsmith.eval.results import EVALUATION, Evaluation
@@ -25,9 +24,9 @@ from draftsmith.eval.settings import ForecastSettings, Settings
 from draftsmith.reading import assignment
 from draftsmith.storage import hold_folder
 from draftsmith.terminal import Terminal
+from draftsmith.train.progress import NO_SUGGESTIONS
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.run_folder import is_finished, metrics_of, read_metrics
-from draftsmith.train.trainer import train
 
 TITLE = "Quickstart: two drafters for the embedded target"
 RECIPES = {"draft_model": "quickstart/draft_model", "mtp": "quickstart/mtp"}
@@ -53,17 +52,23 @@ def _quickstart(out: Path) -> None:
     console.print(f"4 stages, {ESTIMATE}; everything is written to {out}", soft_wrap=True)
     for number, (name, recipe) in enumerate(RECIPES.items(), 1):
         with _stage(console, f"{number}/4 Drafter {name}: accelerate launch -m draftsmith.train {recipe}"):
-            _launch(recipe, out / name)
+            if is_finished(load_recipe(recipe, [output := assignment("output", str(out / name))])):
+                console.print(f"  already finished in {out / name}", soft_wrap=True)
+            else:
+                _launch(recipe, output)
     with _stage(console, "3/4 Forecast: the fastest draft length or tree of each; the hybrid also copies earlier text"):
-        predicted = _forecast(drafters, trained, out)
-        for best in predicted["best"]:
-            console.print(f"  {best_line(best)}")
+        policies = chosen(_forecast(drafters, trained, out)["rows"])
+        console.print("  the policy with the highest mean speedup over the temperatures is measured:")
+        for name, (policy, speedups) in policies.items():
+            console.print(
+                f"  {name}: {policy}, {', '.join(f'{speed:.2f}x at T={at:g}' for at, speed in speedups.items())}"
+            )
     settings = Settings(
         target="embedded",
         drafters=drafters,
         prompts="embedded",
         count=PROMPTS,
-        policies=tuple(f"{name}={policy}" for name, policy in chosen(predicted["rows"]).items()),
+        policies=tuple(f"{name}={policy}" for name, (policy, _) in policies.items()),
         max_new_tokens=NEW_TOKENS,
         repeats=REPEATS,
     )
@@ -102,12 +107,15 @@ def _forecast(drafters: dict[str, str], trained: dict[str, str], out: Path) -> d
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def chosen(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """Return for each drafter the policy with the highest speedup, as geometric mean over temperatures."""
-    logarithms: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+def chosen(rows: list[dict[str, Any]]) -> dict[str, tuple[str, dict[float, float]]]:
+    """Return for each drafter the policy with the highest geometric mean of speedups, and these by temperature."""
+    speedups: dict[str, dict[str, dict[float, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
-        logarithms[row["drafter"]][row["policy"]] += math.log(row["speed"][0]["speedup"])
-    return {name: max(policies, key=policies.__getitem__) for name, policies in logarithms.items()}
+        speedups[row["drafter"]][row["policy"]][row["temperature"]] = row["speed"][0]["speedup"]
+    return {
+        name: max(policies.items(), key=lambda entry: geometric_mean(entry[1].values()))
+        for name, policies in speedups.items()
+    }
 
 
 def _write_cards(evaluation: Evaluation, trained: dict[str, str]) -> None:
@@ -118,26 +126,22 @@ def _write_cards(evaluation: Evaluation, trained: dict[str, str]) -> None:
         write_card(Path(path), evaluation.as_json(), name, licence="apache-2.0", metrics=metrics)
 
 
-def _launch(name: str, output: Path) -> None:
-    """Train in one process of accelerate's launcher, as a user would, unless an earlier call has."""
-    override = assignment("output", str(output))
-    recipe = load_recipe(name, [override])
-    if is_finished(recipe):
-        train(recipe)  # which says so; a process of its own would take ten seconds for it
-        return
+def _launch(recipe: str, override: str) -> None:
+    """Train in one process of accelerate's launcher, as a user would."""
     where = [] if torch.cuda.is_available() else ["--cpu"]
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"]
     command += ["--mixed_precision", "no", "--dynamo_backend", "no", *where]
     # By default accelerate gives each process one thread, as for several processes on one machine.
     command += ["--num_cpu_threads_per_process", str(torch.get_num_threads())]
-    result = subprocess.run([*command, "-m", "draftsmith.train", name, override], check=False)
+    environment = {**os.environ, NO_SUGGESTIONS: "1"}
+    result = subprocess.run([*command, "-m", "draftsmith.train", recipe, override], check=False, env=environment)
     if result.returncode:
-        raise DraftsmithError(f"training {name} stopped with exit code {result.returncode}; its message is above")
+        raise DraftsmithError(f"training {recipe} stopped with exit code {result.returncode}; its message is above")
 
 
 @contextmanager
 def _stage(console: Terminal, title: str) -> Iterator[None]:
-    console.print(f"\n{title}", style="bold")
+    console.print(f"\n{title}", style="bold", soft_wrap=True)
     started = time.perf_counter()
     yield
     console.print(f"  done in {time.perf_counter() - started:.0f} s")

@@ -18,7 +18,7 @@ from draftsmith.eval.prompts import Prompt
 from draftsmith.eval.settings import CheckSettings
 from draftsmith.heads.base import Drafter
 from draftsmith.provenance import environment, model_fingerprint
-from draftsmith.terminal import Bars, Terminal, markdown, stage, time_left
+from draftsmith.terminal import Bars, Terminal, TimeLeft, markdown, stage
 
 SCHEMA = 1
 ALPHA = 1e-3
@@ -164,7 +164,7 @@ def _work(decoders: dict, prompts: list[Prompt], settings: CheckSettings) -> int
 
 @contextmanager
 def _bar(total: int) -> Iterator[Done]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), time_left())
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeLeft())
     with Bars(*columns, console=Terminal(stderr=True)) as bar:
         task = bar.add_task("checking", total=total)
         yield lambda tokens: bar.advance(task, tokens)

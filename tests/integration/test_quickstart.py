@@ -39,4 +39,10 @@ def test_quickstart_writes_everything_and_reuses_it(
         card = (out / name / "drafter" / "README.md").read_text()
         library = {"draft_model": "transformers", "mtp": "draftsmith"}[name]
         assert yaml.safe_load(card.split("---")[1])["library_name"] == library
-    assert "already finished" in capfd.readouterr().err, "the second call trained again"
+    said = capfd.readouterr().err
+    assert "already finished" in said, "the second call trained again"
+    stages, *_ = said.split("The quickstart took")
+    assert "next: " not in stages, "the quickstart is not over"
+    measured = {row["drafter"]: row["policy"] for row in rows}
+    for name, policy in measured.items():
+        assert f"  {name}: {policy}, " in said.split("3/4")[-1], "announced and measured policies differ"

@@ -308,7 +308,7 @@ def test_the_quickstart_chooses_over_both_temperatures() -> None:
         return {"drafter": "d", "policy": policy, "temperature": temperature, "speed": [{"speedup": speedup}]}
 
     rows = [row("even", 0, 2.0), row("even", 1, 2.0), row("uneven", 0, 3.0), row("uneven", 1, 1.2)]
-    assert chosen(rows) == {"d": "even"}
+    assert chosen(rows) == {"d": ("even", {0: 2.0, 1: 2.0})}
 
 
 def test_suggested_commands_keep_the_options_of_loading() -> None:

@@ -9,7 +9,7 @@ import pytest
 from rich.progress import MofNCompleteColumn, TextColumn
 from rich.table import Table
 
-from draftsmith.terminal import Bars, Terminal, markdown, markdown_environment, printable
+from draftsmith.terminal import Bars, Terminal, TimeLeft, markdown, markdown_environment, printable
 
 TITLE = "\x1b]0;owned\x07"
 CLEAR = "\x1b[2J\x9b2J"
@@ -75,6 +75,22 @@ def test_templates_show_what_they_are_filled_with() -> None:
     assert block[0] == block[-1] + "sh" == "````sh", "longer than what is inside"
     assert last == "**a** 1.5"
     assert "\x1b" not in template.render(x=NASTY)
+
+
+def test_the_time_left_is_at_the_mean_speed_of_this_run() -> None:
+    """4 of 10 parts were found; 2 took 20 s in 4,000 updates, and the last of them 1 s."""
+    now = 0.0
+    bar = Bars(get_time=lambda: now, disable=True)
+    task = bar.add_task("sampling", total=10, completed=4)
+    column = TimeLeft()
+    assert column.render(bar.tasks[0]).plain == "-:--"
+    for update in range(4000):
+        now = 19 * min(1.0, update / 2000) + max(0, update - 2000) / 2000
+        bar.advance(task, 2 / 4000)
+    now = 20.0
+    assert column.render(bar.tasks[0]).plain == "0:40"
+    bar.update(task, completed=10)
+    assert column.render(bar.tasks[0]).plain == "0:00"
 
 
 def _lines(monkeypatch: pytest.MonkeyPatch, seconds: float, wait: float, **options: bool) -> str:

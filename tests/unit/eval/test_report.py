@@ -101,11 +101,11 @@ SLOW = {"speedup": 0.8, "speedup_interval": [0.7, 0.9]}
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({}, "Fastest: d (chain:draft_length=2) at T=0 makes the target 1.50 times as fast (100 to 150 tokens/s)"),
-        ({"speedup_interval": None}, "Fastest: d "),
+        ({}, "Fastest at T=0: d (chain:draft_length=2) makes the target 1.50 times as fast (100 to 150 tokens/s)"),
+        ({"speedup_interval": None}, "Fastest at T=0: d "),
         (
             {"speedup": 1.1, "speedup_interval": [0.9, 1.3], "verify_share": 0.5},
-            "No drafter is measurably faster than the target alone: d (chain:draft_length=2) at T=0 is 1.10x. A round "
+            "No drafter is measurably faster than the target alone at T=0: d (chain:draft_length=2) is 1.10x. A round "
             "commits 2.40 tokens and takes as long as 2.18 passes of the target alone: 0.65 to draft, 1.09 to verify, ",
         ),
         (
@@ -117,17 +117,32 @@ SLOW = {"speedup": 0.8, "speedup_interval": [0.7, 0.9]}
             "Drafting takes 80% of a round. A chain of γ=1 would be about 1.00x.",
         ),
         (SLOW | {"tau": 1.1, "alpha": 0.06}, "Few draft tokens are accepted (alpha 0.06)."),
-        (SLOW | {"batch_size": 4}, "at T=0, batch 4 is 0.80x."),
+        (SLOW | {"batch_size": 4}, "at T=0, batch 4: d (chain:draft_length=2) is 0.80x."),
         (SLOW | {"tau": 0.0, "speedup": 0.0}, "Nothing was decoded after the first token."),
     ],
 )
 def test_the_verdict_says_whether_it_pays_and_why_not(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     """γ=1 of the drafter that takes 2.4 of 3 passes to draft two tokens: 1.8 tokens in 0.6 + 2.4 / 2 passes."""
     rows = [row(**changes), row(category="qa", speedup=9.0)]
-    assert said in verdict(rows)
+    (line,) = verdict(rows)
+    assert said in line
     if not changes:
         write_report(evaluation(rows), tmp_path, title="t")
         assert said in Page((tmp_path / "report.html").read_text()).text
+
+
+def test_each_temperature_and_batch_size_has_its_fastest_drafter() -> None:
+    rows = [
+        row(drafter="chain", speedup=2.0),
+        row(drafter="tree", speedup=2.5),
+        row(drafter="chain", temperature=1.0, speedup=1.6),
+        row(drafter="tree", temperature=1.0, speedup=1.4),
+        row(drafter="tree", batch_size=4, **SLOW),
+    ]
+    greedy, sampled, batch = verdict(rows)
+    assert greedy.startswith("Fastest at T=0: tree ")
+    assert sampled.startswith("Fastest at T=1: chain ")
+    assert batch.startswith("No drafter is faster than the target alone at T=0, batch 4: tree ")
 
 
 def test_a_report_without_the_rest(tmp_path: Path) -> None:
