@@ -1,5 +1,6 @@
 """Tests of the documentation: its code runs, its links exist, its commands parse, and every public name is in it."""
 
+import ast
 import inspect
 import json
 import os
@@ -43,6 +44,7 @@ from draftsmith.train.step import AgreementStep, Last
 from draftsmith.train.validation import METRICS
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = ("draftsmith", "heads", "decode", "distill", "eval", "hub", "train")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -291,10 +293,29 @@ def test_everything_in_the_reference_has_a_docstring(name: str) -> None:
 CODE = (FunctionType, property, cached_property, classmethod, staticmethod)
 
 
+def test_every_name_on_the_page_of_the_architecture_exists() -> None:
+    """Files and folders; classes and functions, wherever they are defined; arrows carry a class, or values by name."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    diagrams = "\n".join(re.findall(r"```mermaid\n(.*?)```", text, re.DOTALL))
+    places = set(re.findall(r"\b(?:[a-z_]+/)+(?:[a-z_]+\.py)?", text)) - {"guide/"}
+    assert len(places) > 25
+    assert not [place for place in places if not (ROOT / place).exists()]
+    sources = [file for place in PACKAGES for file in (ROOT / place).rglob("*.py")]
+    tree = [node for file in sources for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    classes = {node.name for node in tree if isinstance(node, ast.ClassDef)} | {"Dataset"}
+    defined = classes | {node.name for node in tree if isinstance(node, ast.FunctionDef)}
+    arrows = {label.strip('"').split(":")[0] for label in re.findall(r"\|([^|]+)\|", diagrams)}
+    assert {name for name in arrows if re.fullmatch(r"[A-Z]\w+", name)} > {"Recipe", "DraftBatch", "VerifyResult"}
+    assert not {name for name in arrows if re.fullmatch(r"[A-Z]\w+", name)} - classes
+    prose = text.replace(diagrams, "")
+    named = set(re.findall(r"`([A-Za-z_]+)(?:\(\w*\))?`", prose)) | set(re.findall(r"<br>([A-Z]\w+)", diagrams))
+    assert len(named) > 15
+    assert not named - defined
+
+
 def test_contributing_names_every_folder_of_the_packages() -> None:
     named = set(re.findall(r"`([\w/]+)/`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")))
-    packages = ("draftsmith", "heads", "decode", "distill", "eval", "hub", "train")
-    files = [(ROOT / package, file) for package in packages for file in (ROOT / package).rglob("*.py")]
+    files = [(ROOT / package, file) for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
     # draftsmith/ has links to the other packages.
     own = {file.parent.relative_to(ROOT).as_posix() for package, file in files if package in file.resolve().parents}
     assert own <= named, f"CONTRIBUTING.md lacks {sorted(own - named)}"
