@@ -33,7 +33,7 @@ from draftsmith.train.recipe import load_recipe
 from draftsmith.train.run_folder import DRAFTER, RECIPE, TARGET, read_metrics
 from draftsmith.train.trainer import train
 
-FAMILIES = ("draft_model", "medusa", "medusa2", "hydra", "mlp_speculator", "eagle", "hass", "eagle3", "mtp", "peagle")
+FAMILIES = ("draft_model", "medusa", "medusa2", "eagle", "hass", "eagle3", "mtp", "peagle")
 FAMILIES += ("dflash", "dspark")
 PROBE_STEPS = 4
 BUDGET = 48.0

@@ -65,7 +65,7 @@ from draftsmith.train.recipe import load_recipe
 from draftsmith.train.run_folder import DRAFTER
 from draftsmith.train.trainer import train
 
-FAMILIES = ("draft_model", "medusa", "eagle", "hydra", "mtp")
+FAMILIES = ("draft_model", "medusa", "eagle", "mtp")
 UNTRAINED = {"early-exit": "early-exit:layers=8", "prompt-lookup": "prompt-lookup"}
 STEPS = 60
 SEED = 1_000_003

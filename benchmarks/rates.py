@@ -44,7 +44,7 @@ from draftsmith.train.learning_rates import default_rate, width_of
 from draftsmith.train.recipe import Recipe, load_recipe
 from draftsmith.train.run_folder import claim_output, read_metrics
 
-FAMILIES = ("draft_model", "medusa", "hydra", "mlp_speculator", "eagle", "hass", "eagle3", "mtp", "peagle", "dflash")
+FAMILIES = ("draft_model", "medusa", "eagle", "hass", "eagle3", "mtp", "peagle", "dflash")
 FAMILIES += ("dspark",)
 FEATURES = ("eagle3", "peagle", "dflash", "dspark", "eagle", "hass", "mtp")
 """Families that read features of several layers."""
@@ -77,7 +77,7 @@ OPENING, RESPONSE, SAMPLES, HELDOUT, NEW = 16, 112, 1280, 32, 64
 four are options, for large targets."""
 DTYPE = "float32"
 """The target's, an option."""
-VOCABULARY = ("medusa", "hydra", "mlp_speculator", "eagle3", "peagle", "dflash", "dspark", "eagle", "hass", "mtp")
+VOCABULARY = ("medusa", "eagle3", "peagle", "dflash", "dspark", "eagle", "hass", "mtp")
 """Families whose lm_head may have fewer rows than the target's, with --draft-vocab."""
 
 BLOCKS = {

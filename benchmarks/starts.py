@@ -23,7 +23,7 @@ from draftsmith.heads.initial_weights import fit_start, frequencies, input_sizes
 from draftsmith.heads.lm_head import most_frequent
 from draftsmith.train.recipe import load_recipe
 
-FAMILIES = ("medusa", "hydra", "mlp_speculator", "eagle", "hass", "eagle3", "mtp", "peagle", "dflash", "dspark")
+FAMILIES = ("medusa", "eagle", "hass", "eagle3", "mtp", "peagle", "dflash", "dspark")
 
 
 def arguments() -> argparse.Namespace:

@@ -80,36 +80,6 @@ class MedusaSection(VocabularyOption):
     """Use one lm_head for all heads instead of one per head."""
 
 
-class HydraSection(VocabularyOption):
-    type: Literal["hydra"]
-    num_heads: Depth = 4
-    """Number of heads, which is the maximum draft length."""
-    num_layers: Depth = 1
-    """Layers per head: the first reads state and tokens, the others are residual blocks."""
-    shared_lm_head: bool = False
-    """Use one lm_head for all heads instead of one per head."""
-    prefix_layer: bool = False
-    """Hydra++: a decoder layer over the target's states of all committed tokens before the heads."""
-    original: bool = False
-    """The heads of the authors' code, as in published files: a linear residual, one residual block that is applied
-    `num_layers` - 1 times, lm_heads with biases."""
-
-
-class MlpSpeculatorSection(VocabularyOption):
-    type: Literal["mlp_speculator"]
-    num_heads: Depth = 3
-    """Number of steps, which is the maximum draft length."""
-    inner_size: Count | None = None
-    """Width of the speculator's state; by default the target's."""
-    tie_weights: bool = True
-    """Share one step and one lm_head between all positions."""
-    fms: bool = False
-    """The variant of foundation-model-stack (IBM), as in published files: norms do not subtract the mean, and with
-    `tie_weights` the projection of the target's state is separate."""
-    scale_input: bool = True
-    """Normalise the target's state first."""
-
-
 class EagleSection(VocabularyOption):
     type: Literal["eagle"]
     num_hidden_layers: Depth = 1
@@ -262,16 +232,6 @@ DRAFTERS: dict[str, DrafterEntry] = {
         MedusaSection,
         "medusa.Medusa",
         card_name="set of Medusa heads",
-    ),
-    "hydra": DrafterEntry(
-        HydraSection,
-        "hydra.Hydra",
-        card_name="set of Hydra heads",
-    ),
-    "mlp_speculator": DrafterEntry(
-        MlpSpeculatorSection,
-        "mlp_speculator.MlpSpeculator",
-        card_name="recurrent MLP speculator",
     ),
     "eagle": DrafterEntry(
         EagleSection,

@@ -7,9 +7,6 @@
 
 No head of Medusa reads draft tokens, so each q depends on the state alone. Cai et al. 2024, arXiv:2401.10774. Medusa-1
 keeps the target frozen; Medusa-2 also trains adapters on it (the recipe's section `cotrain`).
-
-`HeadsDrafter`: states and lm_heads. `TokenHeads`: head k also reads the draft tokens before its own (Hydra, MLP
-speculator).
 """
 
 from abc import abstractmethod
@@ -33,8 +30,7 @@ from draftsmith.heads.lm_head import DraftVocabulary, copy_lm_head, lm_head_weig
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.read_positions import ReadPositions
 
-# Shapes: n nodes, B rows, T positions, H hidden size, S size of the carried state of a head, V vocabulary, D draft
-# vocabulary.
+# Shapes: n nodes, B rows, T positions, H hidden size, V vocabulary, D draft vocabulary.
 
 
 class LmHeads(nn.Module):
@@ -47,13 +43,12 @@ class LmHeads(nn.Module):
         vocab_size: int,
         draft_vocab_size: int | None,
         shared: bool,
-        bias: bool = False,
     ) -> None:
         super().__init__()
         rows = draft_vocab_size or vocab_size
         self._matrices = 1 if shared else count
         for k in range(self._matrices):  # tensors are named lm_heads.0.weight, lm_heads.1.weight, …, as in engines
-            self.add_module(str(k), nn.Linear(hidden_size, rows, bias=bias))
+            self.add_module(str(k), nn.Linear(hidden_size, rows, bias=False))
         self.vocabulary = None if draft_vocab_size is None else DraftVocabulary(vocab_size, draft_vocab_size)
 
     def copy_from(self, target: PreTrainedModel, draft_vocabulary: list[int] | None) -> None:
@@ -116,25 +111,17 @@ class HeadsDrafter(TrainableDrafter):
             raise ConfigError(f"target provides no hidden states; expected a transformers model for {self.type} heads")
         super().start(context)
 
-    def committed_states(self, rows: list[int]) -> Tensor:
-        """Return the states [B, H] after the second to last committed tokens; rows other than `rows` are undefined."""
-        assert self.context.hidden is not None, "checked by `start`"
-        return self.context.hidden.to(self.dtype)
-
-    def teacher_states(self, signals: TeacherSignals, read: ReadPositions) -> Tensor:
-        """Return the states [N, H] that `committed_states` returns in decoding, at the queries' places."""
-        return read.values(signals.hidden_BTH, read.queries_N)[0].to(self.dtype)
-
     @abstractmethod
     def trained_states(self, states_NH: Tensor, read: ReadPositions) -> list[Tensor]:
-        """Return the input [N, H] of each lm_head for the states that `teacher_states` returned."""
+        """Return the input [N, H] of each lm_head for the target's states [N, H] after the queries."""
 
     def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
         read, vocabulary = ReadPositions(signals, self.num_heads), self.draft_vocabulary
         tokens_D = None if vocabulary is None else vocabulary.tokens_D
+        states_NH = read.values(signals.hidden_BTH, read.queries_N)[0].to(self.dtype)
         return [
             DraftStates(state_NH, read.towards(k + 1), self.lm_heads[k], vocabulary_D=tokens_D)
-            for k, state_NH in enumerate(self.trained_states(self.teacher_states(signals, read), read))
+            for k, state_NH in enumerate(self.trained_states(states_NH, read))
         ]
 
     def config(self) -> dict[str, Any]:
@@ -143,38 +130,6 @@ class HeadsDrafter(TrainableDrafter):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
         return cls(**config)
-
-
-class TokenHeads(HeadsDrafter):
-    """K heads; head k reads the carried state of head k - 1 and the token that was drafted after it."""
-
-    def first(self, hidden_nH: Tensor) -> Tensor:
-        """Return the carried state [n, S] of the states [n, H] after committed tokens, which head 0 reads."""
-        return hidden_nH
-
-    @abstractmethod
-    def advance(self, k: int, carried_nS: Tensor, tokens_n: Tensor) -> tuple[Tensor, Tensor]:
-        """Run head k on a carried state and the token after it: (its state [n, H], its carried state [n, S'])."""
-
-    def begin(self, rows: list[int]) -> Tensor:
-        self._carried_BnS = self.first(self.committed_states(rows))[:, None]
-        return self._logits(self.context.last_tokens_B1, 0)[:, 0]
-
-    def extend(self, level: Level) -> Tensor:
-        self._carried_BnS = level.of_parents(self._carried_BnS)
-        return self._logits(level.tokens_Bn, level.depth)
-
-    def _logits(self, tokens_Bn: Tensor, depth: int) -> Tensor:
-        """Run the head of this depth on nodes and return the logits [B, n, V] after them."""
-        state_BnH, self._carried_BnS = self.advance(depth, self._carried_BnS, tokens_Bn)
-        return self.lm_heads.full(depth, state_BnH)
-
-    def trained_states(self, states_NH: Tensor, read: ReadPositions) -> list[Tensor]:
-        carried_NS, states = self.first(states_NH), []
-        for k in range(self.num_heads):
-            state_NH, carried_NS = self.advance(k, carried_NS, read.tokens(read.queries_N, k + 1)[0])
-            states.append(state_NH)
-        return states
 
 
 class ResidualBlock(nn.Module):
@@ -191,16 +146,12 @@ class ResidualBlock(nn.Module):
         return x + self.activation(self.linear(x))
 
 
-SIZES = ("hidden_size", "vocab_size", "num_heads", "num_layers", "shared_lm_head")
-"""Values in the config of Medusa and Hydra."""
-
-
 class Medusa(HeadsDrafter):
     """K heads of residual blocks and an lm_head each; with `shared_lm_head` one lm_head for all."""
 
     type: ClassVar[str] = "medusa"
     block_types: ClassVar[ModuleTypes] = (ResidualBlock,)
-    stored: ClassVar[tuple[str, ...]] = SIZES
+    stored: ClassVar[tuple[str, ...]] = ("hidden_size", "vocab_size", "num_heads", "num_layers", "shared_lm_head")
 
     def __init__(
         self,
@@ -221,7 +172,8 @@ class Medusa(HeadsDrafter):
         self.lm_heads = LmHeads(num_heads, hidden_size, vocab_size, draft_vocab_size, shared_lm_head)
 
     def begin(self, rows: list[int]) -> Tensor:
-        self._hidden_B1H = self.committed_states(rows)[:, None]
+        assert self.context.hidden is not None, "checked by `start`"
+        self._hidden_B1H = self.context.hidden.to(self.dtype)[:, None]
         return self._logits_at(0)
 
     def extend(self, level: Level) -> Tensor:

@@ -30,6 +30,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.provenance import tokenizer_fingerprint
 from draftsmith.reading import read_json
+from draftsmith.removed import REMOVED, removed
 
 Shapes = dict[str, tuple[int, ...]]
 ALWAYS = 2**24
@@ -245,7 +246,7 @@ LARGEST_JSON = 8 * 2**20
 INDEX = "model.safetensors.index.json"
 LONGEST_DRAFT = 1024
 """Maximum draft length of a config."""
-POSITIONS = r"^(block_size|train_steps|num_tokens|num_modules|n_predict|(medusa_|hydra_)?num_heads)$"
+POSITIONS = r"^(block_size|train_steps|num_tokens|num_modules|(medusa_)?num_heads)$"
 """Keys of a drafter's number of draft positions, of which the first of a block may be the committed token."""
 IMPLEMENTATIONS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 """Keys whose value can make transformers download a kernel, which is code, from a repository."""
@@ -348,12 +349,15 @@ def read_config(folder: Path, name: str | Path) -> tuple[dict[str, Any], StoredD
     if section is None:
         return config, None
     try:
-        return config, StoredDrafter.model_validate(section)
+        stored = StoredDrafter.model_validate(section)
     except ValidationError as error:
         problem = error.errors()[0]
         key = ".".join(map(str, ("draftsmith", *problem["loc"])))
         value = repr(problem["input"])[:80]
         raise ConfigError(f"drafter={name}: {key}={value} in config.json; {problem['msg'].lower()}") from error
+    if (kind := f"drafter.type={stored.type}") in REMOVED:
+        raise removed(kind, f"drafter={name}: ")
+    return config, stored
 
 
 def _read_json(file: Path, what: str) -> dict[str, Any]:

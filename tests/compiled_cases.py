@@ -12,7 +12,6 @@ from draftsmith.heads.base import FINAL, Drafter
 from draftsmith.heads.dflash import DFlash
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.eagle3 import Eagle3, ParallelEagle
-from draftsmith.heads.hydra import Hydra
 from draftsmith.heads.medusa import Medusa
 from draftsmith.heads.mtp import Mtp
 
@@ -68,10 +67,6 @@ def medusa(target: torch.nn.Module) -> Drafter:
     return noisy(Medusa.from_target(target, draft_vocabulary=list(range(0, 64, 2))).double())
 
 
-def hydra(target: torch.nn.Module) -> Drafter:
-    return noisy(Hydra.from_target(target, num_heads=3, prefix_layer=True).double())
-
-
 CASES: dict[str, tuple[Callable[[torch.nn.Module], Drafter] | None, dict[str, object]]] = {
     "target alone": (None, {}),
     "draft_model": (draft_model, {"draft_length": 3}),
@@ -84,5 +79,4 @@ CASES: dict[str, tuple[Callable[[torch.nn.Module], Drafter] | None, dict[str, ob
     "dspark": (dspark, {"draft_length": 4}),
     "dspark, tree": (dspark, {"policy": "best-first:size=9,depth=3"}),
     "medusa": (medusa, {"draft_length": 3}),
-    "hydra": (hydra, {"policy": "best-first:size=9,depth=3"}),
 }

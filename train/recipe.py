@@ -23,6 +23,7 @@ from draftsmith.names import (
     check_template_name,
 )
 from draftsmith.reading import parse_assignment, parse_yaml, read_text
+from draftsmith.removed import REMOVED, removed
 from draftsmith.train.recipe_sections import (
     CotrainSection,
     EvaluationSection,
@@ -339,6 +340,8 @@ def _explain(error: ValidationError, values: dict[str, Any]) -> str:
     if problem["type"] == "missing":
         return f"{key} is missing; expected a value"
     if problem["type"].startswith("union_tag"):
+        if f"drafter.type={kind}" in REMOVED:
+            return str(removed(f"drafter.type={kind}"))
         return f"drafter.type={kind!r}; expected one of {', '.join(DRAFTERS)}"
     return f"{key}={problem['input']!r}; expected {expected(problem)}"
 

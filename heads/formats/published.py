@@ -61,7 +61,7 @@ PARTS = ("transformer_layer_config", "speculators_config", "eagle_config", "dfla
 UNUSED = {"torch_dtype", "auto_map", "quantization_config", "tie_word_embeddings", "use_cache", "bos_token_id"}
 UNUSED |= {"eos_token_id", "pad_token_id", "base_model_name_or_path", "use_sliding_window", "embed_requires_grad"}
 UNUSED |= {"algorithm", "default_proposal_method", "verifier", "speculators_version", "confidence_head_with_markov"}
-UNUSED |= {"top_k_tokens_per_head", "n_candidates", "num_anchors", "draft_num_hidden_layers", "attention_dropout"}
+UNUSED |= {"num_anchors", "draft_num_hidden_layers", "attention_dropout"}
 UNUSED |= {"initializer_range", *PARTS}
 """Keys that change no number of a drafter, besides those of every transformers config."""
 MOST_NAMED = 12

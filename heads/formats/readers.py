@@ -15,6 +15,7 @@ from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.formats import blocks, eagle, heads, speculators
 from draftsmith.heads.formats.published import LARGE, Published, Recorded, read_tensors, unknown_keys
 from draftsmith.heads.model_config import text_config
+from draftsmith.removed import removed
 
 Reader = Callable[[Published], TrainableDrafter]
 
@@ -34,7 +35,6 @@ ARCHITECTURES: dict[str, Reader] = {
     "Eagle3LlamaForCausalLM": eagle.read_eagle3,
     "LiLiCorrDraftModel": blocks.read_zlab,
     "LlamaForCausalLMEagle3": eagle.read_eagle3,
-    "MLPSpeculatorPreTrainedModel": heads.read_fms,
     "MuseGlimmerAssistantModel": blocks.read_muse_glimmer,
     "Qwen3DSparkModel": blocks.read_deepspec,
     "Qwen3Eagle3Model": eagle.read_deepspec_eagle3,
@@ -80,9 +80,11 @@ def _reader(published: Published) -> Reader | None:
     if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
         return heads.read_medusa
     if "hydra_head_arch" in config or "hydra_num_heads" in config:
-        return heads.read_hydra
+        raise removed("drafter.type=hydra", f"drafter={published.folder}: ")
     named = config.get("architectures")
     name = str(named[0]) if isinstance(named, list) and named else ""
+    if name == "MLPSpeculatorPreTrainedModel":
+        raise removed("drafter.type=mlp_speculator", f"drafter={published.folder}: ")
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
     parts = {tensor.split(".")[0] for tensor in read_tensors(published.folder, names_only=True)}

@@ -393,10 +393,6 @@ LATTICE |= {"lilicorr_num_heads": 2, "lilicorr_factor_dim": 4}
 HEADS_OF_TARGETS: dict[str, dict[str, object]] = {
     "medusa": {"num_heads": 2},
     "medusa of 3 tokens": {"num_heads": 2, "draft_vocabulary": [0, 2, 4]},
-    "hydra": {"num_heads": 2},
-    "hydra with a prefix layer": {"num_heads": 2, "num_layers": 3, "prefix_layer": True, "original": True},
-    "mlp_speculator of IBM": {"num_heads": 2, "fms": True, "scale_input": False},
-    "mlp_speculator": {"num_heads": 2},
     "eagle": {},
     "eagle of 3 tokens": {"draft_vocabulary": [1, 3, 4]},
     "hass": {},
@@ -476,8 +472,8 @@ def _decoded(target: nn.Module, drafter: Drafter, policy: Policy, at_once: int =
 
 OF_MODELS = [Chain(2), CHOSEN_TREES[1], ConfidenceChain(0.4, 2), *DRAWN_TREES]
 ALONE = (
-    *product(["draft_model", "hydra with a prefix layer", "eagle3 of 3 tokens", "peagle"], OF_MODELS[:1]),
-    *product(["medusa", "mlp_speculator", "mtp of 3 tokens", "dflash with a recurrent Markov bias"], OF_MODELS[1:2]),
+    *product(["draft_model", "eagle3 of 3 tokens", "peagle"], OF_MODELS[:1]),
+    *product(["medusa", "eagle", "mtp of 3 tokens", "dflash with a recurrent Markov bias"], OF_MODELS[1:2]),
 )
 """A drafter of each family whose texts are decoded alone in `make test`; rows of a batch are those of all drafters."""
 

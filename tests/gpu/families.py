@@ -11,9 +11,7 @@ from draftsmith.heads.base import TrainableDrafter
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "draft_model": ("draft_model", {"init": "target_layers", "keep": [0, 3]}),
-    "medusa": ("medusa", {}),
-    "hydra": ("hydra", {"draft_vocabulary": list(range(0, 64, 2))}),
-    "mlp_speculator": ("mlp_speculator", {}),
+    "medusa": ("medusa", {"draft_vocabulary": list(range(0, 64, 2))}),
     "eagle": ("eagle", {"noise": 0.0}),
     "hass": ("hass", {"noise": 0.0}),
     "eagle3": ("eagle3", {"draft_vocabulary": list(range(0, 64, 2))}),

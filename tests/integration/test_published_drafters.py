@@ -22,7 +22,6 @@ from parity.test_round_trips import (
     specforge_dspark,
     zlab_dflash,
 )
-from parity.test_token_heads import hydra, speculator
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -236,15 +235,12 @@ FOLDERS: dict[str, tuple[Callable[[LlamaForCausalLM], Folder], str]] = {
     f"{make.__name__}-{format}": (make, format) for make, format in LAYOUTS
 }
 FOLDERS |= {
-    "hydra": (lambda _: hydra(prefix=False), "transformers"),
-    "hydra++": (lambda _: hydra(prefix=True), "transformers"),
-    "mlp_speculator": (lambda _: speculator(tied=False, scaled=True), "transformers"),
     "angelslim_eagle3": (angelslim_eagle3, "sglang"),
     "angelslim_dflash": (angelslim_dflash, "sglang"),
     "deepspec_eagle3": (deepspec_eagle3, "transformers"),
     "specforge_dspark": (specforge_dspark, "sglang"),
 }
-CHECKED = ("deepspec_dspark-sglang", "hydra", "speculators_peagle-vllm")
+CHECKED = ("deepspec_dspark-sglang", "deepspec_eagle3", "speculators_peagle-vllm")
 PROFILE = {
     "name": "a machine on paper",
     "alone": {1: 1.0},

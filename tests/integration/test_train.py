@@ -74,8 +74,6 @@ LEARNERS = {
     "draft_model with lora": ["drafter.init=target_layers", "drafter.lora_rank=8"],
     "medusa": [],
     "medusa of 20 tokens": ["drafter.draft_vocab_size=20"],
-    "hydra": ["train.optimizer=muon"],
-    "mlp_speculator": [],
     "eagle": ["objective.feature_weight=0.1"],
     "hass": ["objective.top_k_weight=1.0"],
     "eagle of 20 tokens": ["drafter.draft_vocab_size=20", "objective.feature_weight=0.1"],
@@ -217,7 +215,7 @@ def test_a_target_that_moved_too_far_keeps_no_drafter(recipe_file: Path, tmp_pat
         (["drafter.type=eagle3", "drafter.layers=[1,3]"], r"layers=\[1, 3\]; expected 1 to 2"),
         (["drafter.type=medusa", "drafter.draft_vocab_size=65"], r"draft_vocab_size=65; expected 1 to 64"),
         (
-            ["drafter.type=hydra", "drafter.num_heads=200"],
+            ["drafter.type=medusa", "drafter.num_heads=200"],
             r"num_heads=200; expected >= 1 and below the target",
         ),
         (["drafter.keep=[0,2]", "drafter.init=target_layers"], r"drafter\.keep=\[0, 2\]; expected rising layers"),
@@ -386,7 +384,7 @@ def test_compiled_blocks_train_the_same(recipe_file: Path, tmp_path: Path) -> No
     assert _losses(tmp_path / "compiled") == pytest.approx(_losses(tmp_path / "plain"), rel=1e-4)
 
 
-DRAFTERS = {"draft_model": ["drafter.num_hidden_layers=2"], "eagle": ["drafter.train_steps=2"], "hydra": []}
+DRAFTERS = {"draft_model": ["drafter.num_hidden_layers=2"], "eagle": ["drafter.train_steps=2"], "medusa": []}
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)

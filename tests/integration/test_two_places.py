@@ -73,7 +73,7 @@ def texts_of(name: str) -> list[list[int]]:
     return texts
 
 
-@pytest.mark.parametrize("name", mostly_slow(FAMILIES, "draft_model", "hydra", "eagle3", "dspark"))
+@pytest.mark.parametrize("name", mostly_slow(FAMILIES, "draft_model", "medusa", "eagle3", "dspark"))
 def test_families_decode(name: str) -> None:
     """With the same texts as where nothing is told apart."""
     with two_places():

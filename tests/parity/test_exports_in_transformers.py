@@ -57,7 +57,7 @@ def test_a_draft_model_is_an_assistant(dtype: str, tmp_path: Path, target: Llama
     assert torch.equal(written(target, assistant_model=assistant), written(target))
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "mlp_speculator", "eagle3", "dflash"])
+@pytest.mark.parametrize("kind", ["medusa", "eagle3", "dflash"])
 def test_a_head_is_a_custom_generate(kind: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
     drafter = made(kind, target)
     out = exported(drafter, target, "transformers", tmp_path / "out").folder

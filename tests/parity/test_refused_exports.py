@@ -12,10 +12,8 @@ from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from draftsmith import ConfigError, load_drafter
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
-    "hydra": ("hydra", {}, "vllm", r"format='vllm'; expected transformers for a drafter of type hydra"),
-    "mlp": ("mlp_speculator", {}, "vllm", "expected transformers for a drafter of type mlp_speculator"),
     "a repository's": (
-        "hydra",
+        "medusa",
         {},
         "hydra",
         "format='hydra'; expected one of vllm, sglang, gguf, native, transformers",

@@ -39,7 +39,7 @@ SMALL |= {"depth": 2, "out_hidden_size": 32, "num_position_embeddings": 16, "dee
 SMALL |= {"mrope_section": [1, 1, 2], "top_k_experts": 2, "num_global_key_value_heads": 1, "q_lora_rank": 8}
 SECOND = {
     *("llama3.1-8b/eagle3", "llama3.1-8b/eagle3_128k", "llama3.1-8b/eagle3_32k", "llama3.2-1b/dspark"),
-    *("qwen3-4b/qwen3-0.6b", "qwen3-8b/eagle3", "vicuna-7b/hydra", "vicuna-7b/medusa"),
+    *("qwen3-4b/qwen3-0.6b", "qwen3-8b/eagle3", "vicuna-7b/medusa"),
     *("smollm2-135m/draft_model", "smollm2-135m/eagle3", "smollm2-135m/mtp", "gemma3-270m/eagle3"),
 }
 """Recipes whose kind of target another recipe has, and whose drafter a third."""

@@ -84,7 +84,6 @@ def compare(target: torch.nn.Module, case: str) -> int:
         ("dflash", 2),  # features and the block are one pass
         pytest.param("dspark, tree", 3, marks=pytest.mark.slow),
         ("medusa", 1),
-        pytest.param("hydra", 3, marks=pytest.mark.slow),
         pytest.param("dspark", 2, marks=pytest.mark.slow),
     ],
 )

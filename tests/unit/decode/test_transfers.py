@@ -110,7 +110,6 @@ def test_a_read_names_the_line_of_draftsmith() -> None:
 
 COSTS = Costs({1: 1.0, 8: 1.4, 32: 2.0}, {1: 0.1, 8: 0.12})
 HEAD_OPTIONS: dict[str, dict[str, Any]] = {"medusa": {"num_heads": 4}, "eagle": {}}
-HEAD_OPTIONS |= {"hydra": {"num_heads": 4, "prefix_layer": True}}
 HEAD_OPTIONS |= {"dflash": {"block_size": 5, "markov_rank": 3, "markov_type": "rnn"}}
 
 
@@ -141,7 +140,7 @@ def reads_per_round(
     chosen = None if policy is None else policy_named(policy, COSTS)
     decoder = SpeculativeDecoder(target, made, policy=chosen, rule=rule)
     network = made.drafter if isinstance(made, Hybrid) else made
-    own = [getattr(network, name, None) for name in ("model", "body", "prefix")]
+    own = [getattr(network, name, None) for name in ("model", "body")]
     models = [target, *(model for model in own if model is not None)]
     prompts = [[5 + row, 9, 33, *[2] * (row % 3)] for row in range(batch)]
     prefilled = uploaded = passes = 0
@@ -190,7 +189,6 @@ CASES: dict[str, tuple[str | None, str | None, str | None, dict[str, Any]]] = {
     "medusa, sampled": ("medusa", CHAIN, None, SAMPLED),
     "eagle, greedy": ("eagle", CHAIN, None, {}),
     "eagle, sampled": ("eagle", CHAIN, None, SAMPLED),
-    "hydra with a prefix layer, greedy": ("hydra", CHAIN, None, {}),
     "block with a recurrent bias, sampled": ("dflash", CHAIN, None, SAMPLED),
     "retrieved, greedy": ("retrieval", None, None, {}),
     "retrieved, sampled": ("retrieval", None, None, SAMPLED),

@@ -22,11 +22,10 @@ STARTED = {
     **{
         name: FAMILIES[name]
         for name in (
-            *("medusa", "medusa, 32 tokens", "hydra", "hydra++", "mlp_speculator", "eagle", "hass", "eagle3"),
+            *("medusa", "medusa, 32 tokens", "eagle", "hass", "eagle3"),
             *("eagle3, 32 tokens", "eagle3.1", "mtp", "mtp of 3 modules", "peagle", "dflash", "dflash, 32 tokens"),
         )
     },
-    "mlp_speculator, narrow": ("mlp_speculator", {"inner_size": 16, "tie_weights": False}),
     "peagle, masks before fc": ("peagle", {"num_tokens": 3, "mask_before_fc": True}),
     "dspark": ("dflash", {"block_size": 4, "markov_rank": 3}),
 }

@@ -37,10 +37,10 @@ def phi3(part: float) -> Phi3ForCausalLM:
     return Phi3ForCausalLM(config).eval()
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp", "peagle", "dflash", "hydra"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp", "peagle", "dflash"])
 def test_drafters_of_a_target_with_longrope_for_a_part_of_each_head(kind: str) -> None:
     """Phi-4-mini: the default rotation of the whole head, with the target's theta."""
-    target, options = phi3(0.75), {"dflash": {"layers": [1, 2]}, "hydra": {"prefix_layer": True}}
+    target, options = phi3(0.75), {"dflash": {"layers": [1, 2]}}
     drafter = HEADS[kind].from_target(target, **options.get(kind, {})).eval()
     expected = SpeculativeDecoder(target).generate([5, 6, 7, 8], max_new_tokens=12).tokens
     assert SpeculativeDecoder(target, drafter).generate([5, 6, 7, 8], max_new_tokens=12).tokens == expected

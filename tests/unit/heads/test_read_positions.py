@@ -104,7 +104,7 @@ def test_the_positions(steps: int, packed: bool) -> None:
         assert keys == [30 * row + place for place in range(begin, t + 1)]
 
 
-@pytest.mark.parametrize("name", ["eagle3", "hass", "mtp", "peagle", "medusa", "hydra"])
+@pytest.mark.parametrize("name", ["eagle3", "hass", "mtp", "peagle", "medusa"])
 def test_prompts_and_padding_cost_keys_at_most(name: str) -> None:
     """With an eighth of the positions trained: in the first step keys and values of the others remain."""
     target = target_model()

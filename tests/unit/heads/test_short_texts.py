@@ -16,9 +16,6 @@ from draftsmith.train.step import collate
 FAMILIES = {
     "draft_model": {},
     "medusa": {"num_heads": 4},
-    "hydra": {"num_heads": 4},
-    "mlp_speculator": {"num_heads": 4},
-    "mlp_speculator, narrow": {"num_heads": 4, "inner_size": 16, "tie_weights": False},
     "eagle": {"train_steps": 4},
     "hass": {"train_steps": 4},
     "eagle3": {"train_steps": 4},

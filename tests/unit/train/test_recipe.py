@@ -39,7 +39,7 @@ BASE = {"name": "x", "output": "y", "drafter": {"type": "medusa"}}
         (["train=3"], r"train=3; expected a section with keys"),
         (["name=" + "x" * 101], r"name='x+.*; expected at most 100 characters"),
         (["objective.kind=kll"], r"objective\.kind='kll'; expected 'kl', 'reverse_kl', 'js', 'tv'"),
-        (["drafter.type=medsua"], r"drafter\.type='medsua'; expected one of draft_model, medusa, hydra"),
+        (["drafter.type=medsua"], r"drafter\.type='medsua'; expected one of draft_model, medusa, eagle"),
         (["evaluation.max_new_tokens=1"], r"evaluation\.max_new_tokens=1; expected >= 2"),
         (["train.steps"], r"override 'train\.steps'; expected section\.key=value"),
     ],

@@ -24,7 +24,6 @@ DRAFTERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("draft_model", {}, {}),
     ("medusa", {}, {}),
     ("medusa", {"draft_vocab_size": 32}, {"draft_vocabulary": KEPT}),
-    ("hydra", {}, {}),
     ("eagle", {}, {}),
     ("eagle3", {"layers": [1, 2], "draft_vocab_size": 32}, {"draft_vocabulary": KEPT}),
     ("mtp", {}, {}),

@@ -39,8 +39,6 @@ SAME = 1e-9
 HEADS_OF_TARGETS: dict[str, dict[str, object]] = {
     "medusa": {"num_heads": GAMMA},
     "medusa of few tokens": {"num_heads": GAMMA, "draft_vocabulary": list(range(0, 64, 2))},
-    "hydra": {"num_heads": GAMMA},
-    "mlp_speculator": {"num_heads": GAMMA},
     "eagle": {"train_steps": 1},
     "hass": {},
     "eagle3 of few tokens": {"draft_vocabulary": list(range(40))},
@@ -164,7 +162,7 @@ def test_greedy_rounds_are_the_decoders_own(kind: str, policy: Policy, target: L
     assert any(one.rounds < one.tokens for one in found)
 
 
-@pytest.mark.parametrize("kind", ["early-exit", "hydra"])
+@pytest.mark.parametrize("kind", ["early-exit", "mtp"])
 def test_replayed_trees_are_those_of_a_sampled_text_too(kind: str, target: LlamaForCausalLM) -> None:
     drafter, sampling, policy = make_drafter(kind, target), Sampling(0.7, top_k=8, top_p=0.95), BestFirst(5, 3)
     outs = decoded(target, drafter, policy, sampling)

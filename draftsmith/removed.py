@@ -1,0 +1,14 @@
+"""Names that earlier versions had: each is refused in one line that says what to use instead."""
+
+from draftsmith.errors import ConfigError
+
+REMOVED = {
+    "drafter.type=hydra": "medusa or eagle3",
+    "drafter.type=mlp_speculator": "medusa or eagle3",
+}
+"""What to use instead of each name."""
+
+
+def removed(name: str, where: str = "") -> ConfigError:
+    """Return the error for a name of `REMOVED`, after the words that say where it was read."""
+    return ConfigError(f"{where}{name} was removed in 0.5; expected {REMOVED[name]}")
