@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from draftsmith.errors import ConfigError
+from draftsmith.removed import REMOVED, removed
 
 LARGEST_JSON = 2**30
 """Bytes of a file that is read as a whole."""
@@ -128,8 +129,7 @@ def read_json(path: Path, most: int = LARGEST_JSON) -> Any:
     return parse_json(read_text(path, most))
 
 
-SWITCH = {"on": True, "off": False}
-KINDS_OF_VALUES: dict[type, str] = {int: "a whole number", float: "a number", bool: "on or off"}
+KINDS_OF_VALUES: dict[type, str] = {int: "a whole number", float: "a number"}
 """Names of the types in errors."""
 
 
@@ -156,12 +156,14 @@ def parse_specification(role: str, text: str, known: Mapping[str, Mapping[str, t
     for part in filter(None, rest.split(",")):
         key, equals, value = part.partition("=")
         if key not in settings or not equals:
+            if (named := f"{role}={name}:{key}") in REMOVED:
+                raise removed(named)
             close = difflib.get_close_matches(key, settings, 1)
             nearest = f"; did you mean {close[0]}?" if close else ""
             raise ConfigError(f"{role}={text}: {part!r}; expected {name}:KEY=VALUE with {', '.join(settings)}{nearest}")
         try:
-            values[key] = SWITCH[value] if settings[key] is bool else settings[key](value)
-        except (ValueError, KeyError) as error:
+            values[key] = settings[key](value)
+        except ValueError as error:
             raise ConfigError(f"{role}={text}: {key}={value!r}; expected {KINDS_OF_VALUES[settings[key]]}") from error
     return name, values
 

@@ -5,6 +5,8 @@ from draftsmith.errors import ConfigError
 REMOVED = {
     "drafter.type=hydra": "medusa or eagle3",
     "drafter.type=mlp_speculator": "medusa or eagle3",
+    "drafter=hybrid:memory": "hybrid:drafter=FOLDER, which drafts from the text itself",
+    "drafter=suffix:memory": "suffix, which drafts from the text itself",
 }
 """What to use instead of each name."""
 

@@ -34,7 +34,6 @@ from draftsmith.eval.results import (
 from draftsmith.eval.session import load_session
 from draftsmith.eval.settings import BASELINE, Settings, Variant
 from draftsmith.heads.base import Drafter
-from draftsmith.heads.earlier_texts import memories
 from draftsmith.metrics import few_units, tau
 from draftsmith.option_fields import check_options
 from draftsmith.provenance import environment
@@ -252,11 +251,6 @@ def notes(run: EvaluationRun, rows: Sequence[ResultRow]) -> list[str]:
         found.append(
             f"Policies that learn ({', '.join(run.learners)}) were first calibrated on {CALIBRATION} of the prompts."
         )
-    found += [
-        f"{name} drafts from the texts of earlier prompts: its tau depends on their number and order."
-        for name, drafter in run.drafters.items()
-        if memories(drafter)
-    ]
     machines = {(where.get("cpu"), where.get("accelerator")) for where in run.journal.sittings}
     if len(run.journal.sittings) > 1:
         other = "" if len(machines) == 1 else ", ON DIFFERENT MACHINES: speeds mix these machines"

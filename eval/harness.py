@@ -24,7 +24,6 @@ from draftsmith.eval.journal import Cell, Journal, Place
 from draftsmith.eval.prompts import Prompt, PromptBatch, batches, prompts_fingerprint, time_of
 from draftsmith.eval.settings import BASELINE, Settings, Variant
 from draftsmith.heads.base import Drafter
-from draftsmith.heads.earlier_texts import memories
 from draftsmith.heads.model_config import context_limit
 from draftsmith.provenance import environment, model_fingerprint
 from draftsmith.terminal import Bars, Terminal, stage, units
@@ -168,11 +167,6 @@ class EvaluationRun:
         self.left_out += [f"{name} at gamma={length}: it proposes at most {most} tokens." for length in long]
         plans = [{"draft_length": length} for length in lengths]
         plans += [{"policy": policy} for policy in policies]
-        if len(plans) > 1 and memories(drafter):
-            raise ConfigError(
-                f"drafter={name} has memory=on, with {len(plans)} draft lengths and policies; expected one: the second "
-                "would draft from the texts of the first"
-            )
         return plans or [{}]
 
     def _arms(self, name: str, drafter: Drafter) -> dict[Variant, SpeculativeDecoder]:
@@ -254,11 +248,7 @@ class EvaluationRun:
             done = len(self.journal.cells)
             total = sum(len(self.arms) for _ in self._places())
             task = bar.add_task("measuring", total=total, completed=done)
-            section = None
             for place in self._places():
-                if section != place[:3]:  # in the next repeat, temperature or batch size, the texts are known
-                    section = place[:3]
-                    self._forget()
                 asked = self.asked(place)
                 for arm in self._pending(place):
                     self.journal.add(self._answer(arm, place, asked, self.settings.max_new_tokens))
@@ -266,12 +256,6 @@ class EvaluationRun:
                 if not asked:
                     total -= len(self.arms)
                     bar.update(task, total=total)
-
-    def _forget(self) -> None:
-        """Discard the texts that drafters remember."""
-        for drafter in self.drafters.values():
-            for memory in memories(drafter):
-                memory.forget()
 
     def _answer(self, arm: Variant, place: Place, asked: Questions, tokens: int) -> Cell:
         """Decode one batch; seeds differ between texts, repeats and turns.

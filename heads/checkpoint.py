@@ -53,7 +53,6 @@ from draftsmith.storage import apply_umask, write_json
 def drafter_named(text: str, target: PreTrainedModel, load: Callable[[str], Drafter]) -> Drafter:
     """Return the drafter that `text` names; `load` reads the checkpoint of a hybrid."""
     # Imported here, like other drafters: training loads none of them.
-    from draftsmith.heads.earlier_texts import Recall
     from draftsmith.heads.retrieval import Hybrid, PromptLookup, SuffixRetrieval
 
     name, values = parse_named(text)
@@ -67,11 +66,8 @@ def drafter_named(text: str, target: PreTrainedModel, load: Callable[[str], Draf
         weight = next(target.parameters())
         drafter = Mtp.from_target(target, init="native").to(device=weight.device, dtype=weight.dtype)
         return drafter.eval().requires_grad_(False)
-    remembers, trained = values.pop("memory", False), values.pop("drafter", None)
-    if trained is None:
-        retrieval = SuffixRetrieval(**values)
-        return Recall(None, retrieval, min_match=retrieval.min_match) if remembers else retrieval
-    return (Recall if remembers else Hybrid)(load(trained), SuffixRetrieval(), **values)
+    trained = values.pop("drafter", None)
+    return SuffixRetrieval(**values) if trained is None else Hybrid(load(trained), SuffixRetrieval(), **values)
 
 
 WEIGHTS = "model.safetensors"

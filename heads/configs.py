@@ -280,10 +280,10 @@ else:
 _RETRIEVAL = {"draft_length": int, "min_match": int, "factor": float}
 SETTINGS: dict[str, dict[str, type]] = {
     "prompt-lookup": {"max_ngram": int, **_RETRIEVAL},
-    "suffix": {**_RETRIEVAL, "memory": bool},
+    "suffix": _RETRIEVAL,
     "early-exit": {"layers": int},
     "native-mtp": {},
-    "hybrid": {"drafter": str, "min_match": int, "memory": bool},
+    "hybrid": {"drafter": str, "min_match": int},
 }
 """Settings of each named drafter, with their types."""
 

@@ -21,7 +21,6 @@ from draftsmith.eval.forecast.server_costs import (
 from draftsmith.eval.prompts import PromptRows
 from draftsmith.eval.session import Session, load_session
 from draftsmith.eval.settings import ForecastSettings
-from draftsmith.heads.earlier_texts import memories
 from draftsmith.option_fields import check_options
 from draftsmith.storage import hold_folder, write_json, writing
 from draftsmith.terminal import Terminal
@@ -41,10 +40,6 @@ def run(settings: ForecastSettings, out: Path) -> Forecast:
     with hold_folder("out", out):
         session = load_session(settings, rows)
         _require_shared_passes(session, settings)
-        for name, drafter in session.drafters.items():
-            if memories(drafter):
-                given = settings.drafters[name]
-                raise ConfigError(f"drafter={given}; expected memory=off: a forecast has no texts of earlier requests")
         ids = [prompt.input_ids for prompt in session.prompts]
         if settings.servers:
             predicted, measured = _served(settings, session)

@@ -23,6 +23,8 @@ def recipe(*overrides: str) -> Callable[[], object]:
 CASES: dict[str, Callable[[], object]] = {
     "drafter.type=hydra": recipe("drafter={type: hydra, num_layers: 2}"),
     "drafter.type=mlp_speculator": recipe("drafter.type=mlp_speculator"),
+    "drafter=hybrid:memory": lambda: load_drafter("hybrid:drafter=suffix,memory=on", make_llama()),
+    "drafter=suffix:memory": lambda: load_drafter("suffix:memory=off", make_llama()),
 }
 
 

@@ -16,7 +16,6 @@ from draftsmith.decode.passes import graphs
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.heads import DraftModel
 from draftsmith.heads.base import Drafter
-from draftsmith.heads.earlier_texts import Recall
 from draftsmith.heads.retrieval import Hybrid
 
 SETTINGS = {"max_new_tokens": 8, "eos_token_id": None}
@@ -49,13 +48,13 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> Alive:
 
 
 def drafter_of(name: str, target: PreTrainedModel) -> Drafter | None:
-    if name in ("hybrid", "recall"):
-        return {"hybrid": Hybrid, "recall": Recall}[name](make_drafter("eagle3", target), min_match=2)
+    if name == "hybrid":
+        return Hybrid(make_drafter("eagle3", target), min_match=2)
     return None if name == "alone" else make_drafter(name, target)
 
 
 @pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("name", ["alone", "hybrid", "recall", "draft_model", "eagle3", "dflash"])
+@pytest.mark.parametrize("name", ["alone", "hybrid", "draft_model", "eagle3", "dflash"])
 def test_decoders_and_drafters_keep_no_cache(
     name: str, compile: bool, alive: Alive, monkeypatch: pytest.MonkeyPatch
 ) -> None:

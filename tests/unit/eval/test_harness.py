@@ -1,6 +1,5 @@
 """The run itself on tiny models: what is asked, in which order, and what is kept."""
 
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from draftsmith.eval.prompts import Prompt
 from draftsmith.eval.settings import BASELINE, Settings
 from draftsmith.heads import Medusa
 from draftsmith.heads.draft_model import DraftModel
-from draftsmith.heads.earlier_texts import Recall
 
 SETTINGS = Settings(
     target="t",
@@ -163,30 +161,3 @@ def test_samples_show_every_token_and_its_kind(
             assert "corrected" not in kinds, "a target that drafts for itself is never corrected"
     assert all(len(found) == 1 for found in texts.values()), "greedy texts are the same whoever drafts"
     assert torch.is_inference_mode_enabled() is False
-
-
-def test_earlier_texts_are_forgotten_before_they_are_decoded_again(
-    tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    prompts = [_prompt(name, tiny_tokenizer, name * 3) for name in "abcab"]
-    prompts = [replace(prompt, id=f"{number}") for number, prompt in enumerate(prompts)]
-    settings = SETTINGS.model_copy(
-        update={"draft_lengths": (), "temperatures": (0.0,), "repeats": 3, "max_new_tokens": 24}
-    )
-    run = EvaluationRun(tiny_target, {"d": Recall(min_match=2)}, prompts, settings, tiny_tokenizer)
-    run.measure(progress=False)
-    rounds = [
-        [text.decode_rounds for cell in run.cells(arm, 0.0, 1) if cell.repeat == repeat for text in cell.texts]
-        for repeat in range(3)
-        for arm in run.arms
-        if arm != BASELINE
-    ]
-    assert rounds[0] == rounds[1] == rounds[2]
-    assert sum(rounds[0][3:]) < sum(rounds[0][:2]), "texts of other prompts are remembered"
-    with pytest.raises(ConfigError, match="memory=on, with 2 draft lengths and policies; expected one"):
-        EvaluationRun(
-            tiny_target,
-            {"d": Recall(DraftModel(make_llama(1)))},
-            prompts,
-            settings.model_copy(update={"draft_lengths": (1, 2)}),
-        )
