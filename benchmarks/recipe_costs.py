@@ -4,7 +4,7 @@
     python benchmarks/recipe_costs.py --write     # also write the headers of recipes/
 
 The shapes are those of tests/recipes/architectures.yaml. Memory is the output of `draftsmith memory`, under bf16
-autocast on one process, or on as many as a recipe divides its target or texts among. Time is operations at 40 % and
+autocast on one process. Time is operations at 40 % and
 bytes at 50 % of the machine's peak, see train/time_estimate.py; Python and kernel launches come on top, most of all in
 sampling.
 """
@@ -54,12 +54,10 @@ def costs(name: str, shapes: dict[str, dict[str, Any]], on: str | None) -> tuple
             AutoConfig.for_model(**shapes[recipe.drafter.model]).save_pretrained(folder)
             recipe = load_recipe(name, [f"drafter.model={folder}"])
         config = AutoConfig.for_model(**shapes[recipe.target.model])
-        count = max(recipe.target.tensor_parallel, recipe.train.sequence_parallel)
-        memory = estimate_memory(recipe, config, bf16=True, processes=count, sharded=count > 1)
-        work = estimate_work(recipe, config, memory, bf16=True, processes=count)
+        memory = estimate_memory(recipe, config, bf16=True)
+        work = estimate_work(recipe, config, memory, bf16=True)
     size = next((size for size in SIZES if memory.peak < ROOM * size * 2**30), None)
-    gpus = "one GPU" if count == 1 else f"{count} GPUs"
-    device = f"{gpus} of {size} GB" if size else "several GPUs, with target.sharded"
+    device = f"one GPU of {size} GB" if size else "several GPUs, with target.sharded"
     on = on or ("rtx4090" if size and size <= 24 else "h100")
     hardware = f"{device}: {_gib(memory.training)} in training, {_gib(memory.sampling)} while it samples (computed)"
     return hardware, f"{work.on(on)} (computed)"

@@ -114,9 +114,8 @@ class SignalCache:
         done: Callable[[], None],
         *,
         batch: int = TOGETHER,
-        writes: bool = True,
     ) -> None:
-        """Run the target over the rows of these shards; write each shard, unless another process does.
+        """Run the target over the rows of these shards; write each shard.
 
         Args:
             done: called after each row.
@@ -129,8 +128,7 @@ class SignalCache:
                 parts += _states(teacher, [row["input_ids"] for row in rows], documents)
                 for _ in chosen:
                     done()
-            if writes:
-                self._write(shard, torch.cat(parts), teacher)
+            self._write(shard, torch.cat(parts), teacher)
 
     def _batches(self, shard: int, most: int, *, on_host: bool) -> Iterator[list[int]]:
         """Yield the rows of a shard that the target reads together."""

@@ -168,7 +168,6 @@ def load_target(
     trust_remote_code: bool = False,
     device: torch.device | str | None = None,
     images: bool = False,
-    tensor_parallel: int = 1,
 ) -> LoadedTarget:
     """Load and freeze a target.
 
@@ -181,8 +180,6 @@ def load_target(
         trust_remote_code: run code from the repository.
         device: by default the accelerator, if there is one.
         images: load the class that reads images, where transformers has another one for text alone.
-        tensor_parallel: processes that hold the target together, see distill/tensor_parallel.py; all call this at once,
-            and transformers chooses the device.
 
     Raises:
         ConfigError: if the target is not found or cannot be read.
@@ -195,8 +192,6 @@ def load_target(
     folder = Path(name).expanduser()
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if is_adapter(folder):
-        if tensor_parallel > 1:
-            raise ConfigError(f"target.tensor_parallel={tensor_parallel} with target={name}, an adapter; expected 1")
         kind: dict[str, Any] = {"dtype": dtype, "attn_implementation": attn_implementation, "images": images}
         base = load_target(adapter_base(folder), device=device, **kind, **options)
         model = with_adapter(base.model, folder).eval().requires_grad_(False)
@@ -209,14 +204,12 @@ def load_target(
         gguf = gguf_target.gguf_file(name, revision)
         source = str(gguf_target.model(gguf, DTYPES[dtype])) if gguf else _source(name)
         require_whole_model("target", source, revision)
-        model, tokenizer, stored = _read(source, dtype, attn_implementation, images, tensor_parallel, options)
+        model, tokenizer, stored = _read(source, dtype, attn_implementation, images, options)
     except ConfigError:
         raise
     except Exception as error:  # tokenizers, configs and weights raise errors without a common base
         raise _unreadable(name, attn_implementation, error) from error
-    if tensor_parallel > 1:
-        device = model.device
-    elif device is None:
+    if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     _freeze(model, device)
     revision = f"sha256:{gguf_target.sha256_of(gguf)}" if gguf else revision
@@ -228,7 +221,6 @@ def _read(
     dtype: str,
     attn_implementation: str | None,
     images: bool,
-    tensor_parallel: int,
     options: dict[str, Any],
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, torch.dtype | None]:
     """Return the model and the tokenizer of `source`, and the dtype of its weights there."""
@@ -239,11 +231,7 @@ def _read(
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else decoder_class(config, images)
     attention = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     options = {**options, **attention, "dtype": DTYPES[dtype], "use_safetensors": True}
-    if tensor_parallel == 1:
-        return auto.from_pretrained(source, **options), tokenizer, stored
-    from draftsmith.distill.tensor_parallel import load_in_parts
-
-    return load_in_parts(auto, source, config, tensor_parallel, options), tokenizer, stored
+    return auto.from_pretrained(source, **options), tokenizer, stored
 
 
 def decoder_class(config: PreTrainedConfig, images: bool) -> Any:

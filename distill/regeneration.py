@@ -40,19 +40,15 @@ KEPT = "kept.parquet"
 
 @dataclass(frozen=True)
 class Share:
-    """The index of this process among `count` that divide the work, and a barrier.
-
-    Several processes may have one index; they do the same work, and one of them writes.
-    """
+    """The index of this process among `count` that divide the work, and a barrier."""
 
     index: int = 0
     count: int = 1
     wait: Callable[[], None] = lambda: None
-    writes: bool = True
 
     @property
     def first(self) -> bool:
-        return self.index == 0 and self.writes
+        return self.index == 0
 
 
 @dataclass
@@ -287,8 +283,7 @@ def _sample_parts(sampler: Sampler, questions: Dataset, parts: list[_Part], shar
             rows = sampler.answer(list(asked.values()), part.indices, part.response)
             rows = [{**row, "number": asked[row["question"]]["number"]} for row in rows]
             counts = {"tokens": sampler.tokens - tokens, "rounds": sampler.rounds - rounds}
-            if share.writes:
-                _write_part(part.file, rows, counts)
+            _write_part(part.file, rows, counts)
             done += len(part.indices)
             bar.update(task, completed=done)
 

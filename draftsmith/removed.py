@@ -7,6 +7,8 @@ REMOVED = {
     "drafter.type=mlp_speculator": "medusa or eagle3",
     "drafter=hybrid:memory": "hybrid:drafter=FOLDER, which drafts from the text itself",
     "drafter=suffix:memory": "suffix, which drafts from the text itself",
+    "target.tensor_parallel": "answers from an engine that serves the target (data.server), or target.sharded, "
+    "target.offload or target.quantization",
 }
 """What to use instead of each name."""
 

@@ -84,7 +84,7 @@ class DraftNetwork(nn.Module, ABC):
         rows = draft_rows_of(self._shared[1], self.vocabulary.tokens_D)
         if rows is None:
             raise ConfigError(
-                f"drafter.draft_vocab_size={len(self.vocabulary)} with a target whose lm_head is quantized or divided; "
+                f"drafter.draft_vocab_size={len(self.vocabulary)} with a target whose lm_head is quantized; "
                 "expected an lm_head with plain rows, or no draft vocabulary"
             )
         self._shared = (*self._shared[:2], rows)

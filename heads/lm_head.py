@@ -96,7 +96,7 @@ NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def draft_rows_of(lm_head: Callable[[Tensor], Tensor], tokens_D: Tensor) -> nn.Module | None:
     """Return the map from states [n, H] to the logits [n, D] of some tokens, whose rows it copies.
 
-    None for an lm_head that is not a linear layer with a plain weight: quantized and divided ones have no such rows.
+    None for an lm_head that is not a linear layer with a plain weight: a quantized one has no such rows.
     """
     linear, after = (lm_head.lm_head, lm_head.after) if isinstance(lm_head, LogitsHead) else (lm_head, LogitsMap())
     if not isinstance(linear, nn.Linear) or type(linear.weight) not in PLAIN:

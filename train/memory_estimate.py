@@ -164,7 +164,7 @@ def estimate_memory(
         rest = max(0, live.peak - weights - drafted - moments - trained)
         cache = reading = 0
         if not data.answered and data.server is None:
-            cache = cache_bytes(recipe, config) // recipe.target.tensor_parallel  # of each process's heads
+            cache = cache_bytes(recipe, config)
             reading = _reading_bytes(recipe, target, live)
         beside_host = torch.device(device).type != "cpu" if accelerated is None else accelerated
         with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=bf16):
@@ -194,13 +194,9 @@ def _moments(optimizers: list[torch.optim.Optimizer]) -> int:
 
 def _elsewhere(recipe: Recipe, target: PreTrainedModel, accelerated: bool, processes: int) -> int:
     """Return the target's bytes that this process's device does not hold, see train/placement."""
-    offload, together = recipe.target.offload and accelerated, recipe.target.tensor_parallel
+    offload = recipe.target.offload and accelerated
     if recipe.target.quantization is not None:
         return saved_bytes(target, recipe.target.quantization)
-    if together > 1:  # the plans divide the matrices of the layers; norms and routers are small
-        lists = [target.get_submodule(name) for name in layer_lists(target)]
-        matrices = sum(_bytes(layers, 2) for layers in lists)
-        return matrices - matrices // together
     if not offload and not (recipe.target.sharded and processes > 1):
         return 0
     layers = [_bytes(layer) for name in layer_lists(target) for layer in target.get_submodule(name).children()]
@@ -208,8 +204,8 @@ def _elsewhere(recipe: Recipe, target: PreTrainedModel, accelerated: bool, proce
     return sum(layers) - kept - max(layers)  # a layer that computes is whole
 
 
-def _bytes(module: nn.Module, least_dims: int = 0) -> int:
-    return sum(weight.numel() * weight.element_size() for weight in module.parameters() if weight.ndim >= least_dims)
+def _bytes(module: nn.Module) -> int:
+    return sum(weight.numel() * weight.element_size() for weight in module.parameters())
 
 
 def announce_memory(context: RunContext) -> MemoryEstimate | None:

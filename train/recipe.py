@@ -93,12 +93,11 @@ class Recipe(Section):
     def _exclusions(self) -> Iterator[tuple[bool, str, dict[str, bool], str]]:
         """Yield keys, with whether they are set, what excludes them, and what is expected then."""
         data, target, kind, size = self.data, self.target, self.teacher.kind, self.train.sequence_parallel
-        parts, one, quantization = target.tensor_parallel, "one of the two", target.quantization
+        one, quantization = "one of the two", target.quantization
         answered = {"response='text', whose responses are in the file": data.answered}
         images, cotrained = {"data.images": data.images is not None}, {"cotrain": self.cotrain is not None}
         again = {"temperature=0, which gives the same text again": data.temperature == 0}
         stored = {"target.sharded=True": target.sharded, **cotrained}
-        placed = {**stored, "target.offload=True": target.offload}
         yield data.responses > 1, f"data.responses={data.responses}", {**answered, **again}, "1"
         for source in data.sources:
             own = {next(iter(answered)): source.answered, **images}
@@ -113,12 +112,9 @@ class Recipe(Section):
         yield data.images is not None, f"data.images={data.images}", {**others, **cotrained}, one
         yield target.sharded, "target.sharded=True", cotrained, "false: adapters are trained inside the target"
         yield target.offload, "target.offload=True", stored, one
-        yield parts > 1, f"target.tensor_parallel={parts}", {**placed, **cotrained, **images}, one
-        reasons = {f"target.tensor_parallel={parts}": parts > 1, "teacher.kind='files'": kind == "files"}
-        yield quantization is not None, f"target.quantization={quantization}", {**placed, **images, **reasons}, one
-        unequal = {f"target.tensor_parallel={parts}, another number": parts not in (1, size)}
-        reasons = {**cotrained, **images, **unequal}
-        yield size > 1, f"train.sequence_parallel={size}", reasons, one
+        reasons = {"target.offload=True": target.offload, "teacher.kind='files'": kind == "files"}
+        yield quantization is not None, f"target.quantization={quantization}", {**stored, **images, **reasons}, one
+        yield size > 1, f"train.sequence_parallel={size}", {**cotrained, **images}, one
 
     def _check_teacher(self) -> None:
         kind, file = self.teacher.kind, self.teacher.file
@@ -168,11 +164,9 @@ class Recipe(Section):
     def require_divisible(self, processes: int) -> None:
         """Raise ConfigError for a batch or a number of processes that cannot be divided evenly."""
         parallel, accumulation = self.train.sequence_parallel, self.train.gradient_accumulation
-        together = {"target.tensor_parallel": self.target.tensor_parallel, "train.sequence_parallel": parallel}
-        for key, size in together.items():
-            if processes % size:
-                divisor = "expected a divisor of the number of processes"
-                raise ConfigError(f"{key}={size} with processes={processes}; {divisor}")
+        if processes % parallel:
+            divisor = "expected a divisor of the number of processes"
+            raise ConfigError(f"train.sequence_parallel={parallel} with processes={processes}; {divisor}")
         parts = processes // parallel * accumulation
         if self.train.batch_size % parts:
             of = "" if parallel == 1 else f" / sequence_parallel={parallel}"
@@ -296,6 +290,7 @@ def parse_stored(values: dict[str, Any], source: str) -> Recipe:
     """
     values = deepcopy(values)
     values.get("data", {}).pop("speculate", None)  # of a run of 0.3: without data.refresh_every, it changed nothing
+    values.get("target", {}).pop("tensor_parallel", None)  # of a run of 0.4: where weights are changes no number
     try:
         Recipe.model_validate(values)
     except ValidationError as error:
@@ -332,6 +327,8 @@ def _explain(error: ValidationError, values: dict[str, Any]) -> str:
     drafter = values.get("drafter")
     kind = drafter.get("type") if isinstance(drafter, dict) else drafter
     key = ".".join(location)
+    if key in REMOVED:
+        return str(removed(key))
     if problem["type"] == "extra_forbidden":
         known = _keys(location[:-1], kind)
         near = get_close_matches(location[-1], known, 1, cutoff=0.5)

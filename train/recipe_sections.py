@@ -38,8 +38,6 @@ class TargetSection(Section):
     quantization: Literal["int8", "float8"] | None = None
     """Round the matrices of the layers to this type (torchao), for all that the run does with the target. 'float8'
     rounds activations too; it requires dtype 'bfloat16' and a GPU of CUDA capability 8.9."""
-    tensor_parallel: Count = 1
-    """Processes that hold the target together and compute each layer in parts, which divide the number of processes."""
 
 
 class TeacherSection(Section):

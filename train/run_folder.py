@@ -186,7 +186,7 @@ def _unknown(place: str, error: Exception) -> ConfigError:
 def comparable(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe as plain values, without the keys that may differ between two starts of one run."""
     # Keys about where weights and activations are stored change no number.
-    placed = {"sharded", "offload", "tensor_parallel"}
+    placed = {"sharded", "offload"}
     recomputed = {"activation_checkpointing", "sequence_parallel"}
     excluded = {"output": True, "target": placed, "train": recomputed, "data": {"exclude_rows"}}
     return recipe.model_dump(mode="json", exclude=excluded)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.clock import PartClock
 from draftsmith.distill.cotraining import Adapters
-from draftsmith.distill.load_target import LoadedTarget, load_processor, load_target, load_tokenizer
+from draftsmith.distill.load_target import LoadedTarget, load_processor, load_target
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher, measure_flat_rows, require_packable
 from draftsmith.errors import ConfigError
@@ -51,33 +51,22 @@ from draftsmith.train.training_data import (
 def load_frozen_target(context: RunContext) -> LoadedTarget:
     """Load the recipe's target to the device from which its placement distributes it."""
     settings, accelerator = context.recipe.target, context.accelerator
-    images, together = context.recipe.data.images is not None, settings.tensor_parallel
-    divided = f", divided among {together} processes" if together > 1 else ""
-    context.console.say(f"  target: loading {settings.model}{divided}")
+    images = context.recipe.data.images is not None
+    context.console.say(f"  target: loading {settings.model}")
     with accelerator.main_process_first():  # a download happens once
         options = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
         processor = load_processor(settings.model, **options) if images else None
-        if together == 1:
-            loaded = _load(context, images=images)
-            if (note := loaded.dtype_note("target.dtype=bfloat16")) is not None:
-                context.console.say(note)
-            return replace(loaded, processor=processor)
-        load_tokenizer(settings.model, **options)
-    return _load(context, images=images, tensor_parallel=together)  # all processes at once: each reads its part
-
-
-def _load(context: RunContext, **options: Any) -> LoadedTarget:
-    """Load the recipe's target to the device from which it is placed; `options`: more of `load_target`."""
-    settings = context.recipe.target
-    return load_target(
-        settings.model,
-        revision=settings.revision,
-        dtype=settings.dtype,
-        attn_implementation=settings.attn_implementation,
-        trust_remote_code=settings.trust_remote_code,
-        device=context.placement.load_to,
-        **options,
-    )
+        loaded = load_target(
+            settings.model,
+            dtype=settings.dtype,
+            attn_implementation=settings.attn_implementation,
+            device=context.placement.load_to,
+            images=images,
+            **options,
+        )
+    if (note := loaded.dtype_note("target.dtype=bfloat16")) is not None:
+        context.console.say(note)
+    return replace(loaded, processor=processor)
 
 
 @dataclass(frozen=True)
@@ -216,8 +205,7 @@ def make_teacher(context: RunContext, target: PreTrainedModel, drafter: Drafter,
     recipe, accelerator, console, rows = context.recipe, context.accelerator, context.console, data.rows
     online, settings = OnlineTeacher(target, drafter.needs.layers), recipe.teacher
     if settings.kind == "online":
-        shared = recipe.train.sequence_parallel > 1  # a group of tensor parallelism reads one text anyway
-        return online if shared else context.placement.teacher(online)
+        return online
     from draftsmith.distill.hidden_state_cache import CachedTeacher, DamagedShard, SignalCache
 
     if data.states is not None:
@@ -246,7 +234,7 @@ def make_teacher(context: RunContext, target: PreTrainedModel, drafter: Drafter,
         mine = missing[share.index :: share.count]
         if missing:
             with console.bar("teacher cache", cache.rows_of(mine), 0) as advance, autocast(recipe, accelerator.device):
-                cache.build(mine, online, lambda: advance(None), writes=share.writes)
+                cache.build(mine, online, lambda: advance(None))
         context.placement.meet()
     console.say(
         f"teacher cache: {sum(cache.lengths)} tokens at {cache.bytes_a_token():.0f} bytes each in {cache.folder}; "

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.heads.hidden_states import final_states
 from draftsmith.heads.model_config import text_config
 from draftsmith.train.continuation import target_of
-from draftsmith.train.fake_run import Operations, largest_batch, without_data
+from draftsmith.train.fake_run import without_data
 from draftsmith.train.machines import MACHINES, room_on
 from draftsmith.train.memory_estimate import MemoryEstimate, cache_bytes, estimate_memory
 from draftsmith.train.progress import in_units
@@ -174,12 +173,7 @@ def estimate_work(
         experts, share = _experts(target)
         read_by_all = writing + experts * (1 - share - (1 - share) ** data.batch_size)
         size = next(target.parameters()).element_size()
-        with Operations() as of_teacher:
-            if recipe.train.sequence_parallel > 1 and recipe.teacher.kind == "online":
-                batch = largest_batch(recipe, config, processes)
-                final_states(target, batch.input_ids_BT, batch.attention_mask_BT)
-    elsewhere = of_teacher.total * (1 - 1 / recipe.target.tensor_parallel)  # the group reads its text together
-    of_step = (memory.part_operations - elsewhere) * train.gradient_accumulation + memory.update_operations
+    of_step = memory.part_operations * train.gradient_accumulation + memory.update_operations
     asked = sum(source.count for source in data.sources if not source.answered)
     rows = math.ceil(asked / processes) * data.responses
     tokens = (rows + math.ceil((data.count - asked) / processes)) * (data.prompt_tokens + data.response_tokens)

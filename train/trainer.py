@@ -293,7 +293,7 @@ class TrainingRun:
 
         def stop() -> bool:
             self.console.doing(f"evaluating prompt {next(prompts)} of {len(self.data.heldout)}")
-            return self.context.placement.any(self.stopping.received is not None)
+            return self.stopping.received is not None
 
         result = evaluate_drafter(
             self.target.model,

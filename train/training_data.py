@@ -225,8 +225,7 @@ def _sampled(context: RunContext, chat: Chat, target: LoadedTarget, examples: Da
     from draftsmith.distill.server.probe import check_server
     from draftsmith.distill.server.responses import ServerSampler, server_samples
 
-    divided = recipe.target.sharded or recipe.target.tensor_parallel > 1
-    model = None if divided else target.model
+    model = None if recipe.target.sharded else target.model
     check = partial(check_server, target=target.name, model=model)
     identity = fingerprint_of_numbers(target.model)
     asker = ServerSampler(data, chat, seed, context_limit(target.model.config), identity)

@@ -20,10 +20,8 @@ from forked import Processes, Server
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.distill.tensor_parallel import is_supported
 from draftsmith.train.run_folder import read_metrics
 
-DIVIDES = pytest.mark.skipif(not is_supported(), reason="this version of transformers divides no targets in groups")
 ENGINES = {
     "one": (1, {}),
     # The loop accumulates, whatever accelerate was told.
@@ -189,18 +187,9 @@ def test_a_sharded_target_answers_and_fills_caches(runs: Runs) -> None:
     runs.require_same("sharded-target", "whole-target")
 
 
-@DIVIDES
-@pytest.mark.parametrize("engine", mostly_slow(["ddp", "fsdp2", "zero3"], "fsdp2"))
-def test_a_tensor_parallel_target_gives_the_same_numbers(engine: str, runs: Runs) -> None:
-    runs.run(f"{engine}-parallel", engine, "target.tensor_parallel=2")
-    assert "divided among 2 processes" in runs.said(f"{engine}-parallel")
-    runs.require_same(f"{engine}-parallel", "one")
-
-
 @pytest.mark.parametrize("engine", mostly_slow(["ddp", "fsdp2", "zero3"], "ddp"))
 def test_processes_that_share_texts_give_the_same_numbers(engine: str, runs: Runs) -> None:
-    divided = ("target.tensor_parallel=2",) if engine == "ddp" and is_supported() else ()
-    runs.run(f"{engine}-texts", engine, "train.sequence_parallel=2", *divided)
+    runs.run(f"{engine}-texts", engine, "train.sequence_parallel=2")
     runs.require_same(f"{engine}-texts", "one")
 
 
@@ -210,23 +199,6 @@ def test_processes_that_share_packed_texts_train_blocks_at_the_same_anchors(runs
     runs.run("blocks", "one", *blocks)
     runs.run("ddp-blocks", "ddp", *blocks, "train.sequence_parallel=2")
     runs.require_same("ddp-blocks", "blocks")
-
-
-@DIVIDES
-def test_a_tensor_parallel_target_samples_caches_and_evaluates_as_a_group(runs: Runs) -> None:
-    """One of the two processes writes; packed rows, and a drafter of the target's own layers."""
-    data = ("data.count=21", "data.batch_size=5", "train.seed=4", "data.pack=true")
-    cached = (*data, "teacher.kind=cached", "teacher.dtype=float32", "teacher.shard_rows=3")
-    runs.run("whole-group", "one", *cached)
-    shutil.rmtree(runs.place / "cache")
-    runs.run("parallel-group", "ddp", *cached, "target.tensor_parallel=2")
-    runs.require_same("parallel-group", "whole-group")
-    configs = [
-        (runs.place / name / "drafter" / "config.json").read_text() for name in ("whole-group", "parallel-group")
-    ]
-    fingerprints = [[line for line in config.splitlines() if "fingerprint" in line] for config in configs]
-    assert len(fingerprints[0]) == 3
-    assert fingerprints[0] == fingerprints[1]
 
 
 @pytest.mark.parametrize("engine", mostly_slow(SEVERAL, "zero3"))
@@ -319,7 +291,7 @@ def test_a_slurm_job_on_two_machines_trains_the_same_drafter(runs: Runs) -> None
     environment = {**os.environ, **job, "OMP_NUM_THREADS": "1", "DRAFTSMITH_CACHE": str(runs.place / "cache")}
     environment["PATH"] = f"{tools}:{environment['PATH']}"
     command = ["bash", "recipes/accelerate/slurm.sh", "cpu_2", str(runs.place / "recipe.yaml")]
-    command += [f"output={runs.place / 'slurm-run'}", "target.tensor_parallel=2"]
+    command += [f"output={runs.place / 'slurm-run'}"]
     root = Path(__file__).parents[2]
     result = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]

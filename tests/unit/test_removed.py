@@ -25,6 +25,7 @@ CASES: dict[str, Callable[[], object]] = {
     "drafter.type=mlp_speculator": recipe("drafter.type=mlp_speculator"),
     "drafter=hybrid:memory": lambda: load_drafter("hybrid:drafter=suffix,memory=on", make_llama()),
     "drafter=suffix:memory": lambda: load_drafter("suffix:memory=off", make_llama()),
+    "target.tensor_parallel": recipe("target.tensor_parallel=8"),
 }
 
 

@@ -4,7 +4,6 @@ plain      the whole target on the device of each process
 offloaded  layers in host memory, each copied to the device while it computes (`target.offload`)
 quantized  matrices with one byte a number (`target.quantization`)
 sharded    a shard of each layer on each process (`target.sharded`)
-divided    a part of each matrix on each process of a group, which compute together (`target.tensor_parallel`)
 """
 
 from accelerate import Accelerator
@@ -22,10 +21,6 @@ def placement_of(settings: TargetSection, accelerator: Accelerator) -> Plain:
         return Offloaded(accelerator)
     if settings.quantization is not None:
         return Quantized(accelerator, settings.quantization)
-    if settings.tensor_parallel > 1:
-        from draftsmith.train.placement.divided import Divided  # imports the decoder
-
-        return Divided(accelerator, settings.tensor_parallel)
     if settings.sharded and accelerator.num_processes > 1:
         return Sharded(accelerator)
     return Plain(accelerator)

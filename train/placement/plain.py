@@ -7,12 +7,10 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel
 
-from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
 
 if TYPE_CHECKING:  # sampling imports the whole decoder, which only some recipes need
     from draftsmith.distill.regeneration import Share
-    from draftsmith.distill.tensor_parallel import GroupTeacher
 
 
 class Plain:
@@ -35,7 +33,7 @@ class Plain:
 
     @property
     def share(self) -> "Share":
-        """This process's share of work for which processes run the target by themselves, or with their group."""
+        """This process's share of work for which processes run the target by themselves."""
         from draftsmith.distill.regeneration import Share
 
         return Share(self._accelerator.process_index, self._accelerator.num_processes, self.meet)
@@ -43,14 +41,6 @@ class Plain:
     def meet(self) -> None:
         """Wait for all processes; those that wait take part in the forward passes of the others where needed."""
         self._accelerator.wait_for_everyone()
-
-    def any(self, flag: bool) -> bool:
-        """Return whether `flag` is true for a process that computes together with this one; all must call it."""
-        return flag
-
-    def teacher(self, online: OnlineTeacher) -> "OnlineTeacher | GroupTeacher":
-        """Return the teacher of training steps, in which each process has its own rows."""
-        return online
 
 
 def decoder_layers(model: PreTrainedModel, key: str) -> nn.ModuleList:

@@ -1,6 +1,5 @@
 """The run itself on tiny models: what is asked, in which order, and what is kept."""
 
-
 import pytest
 import torch
 from conftest import make_llama

@@ -176,17 +176,6 @@ def test_an_offloaded_target_leaves_the_accelerator_one_layer() -> None:
     assert whole - put_off == 3 * layer
 
 
-def test_a_tensor_parallel_target_leaves_a_process_its_part() -> None:
-    config = make_llama(**WIDE).config
-    one, two = (
-        memory.estimate_memory(recipe_of({"type": "medusa"}, target={"tensor_parallel": n}), config, processes=2)
-        for n in (1, 2)
-    )
-    layers = make_llama(**WIDE).model.layers.parameters()
-    assert one.target - two.target == sum(p.numel() * 4 // 2 for p in layers if p.ndim == 2)
-    assert two.cache == one.cache // 2
-
-
 def test_a_quantized_target_takes_a_byte_a_number() -> None:
     target = make_llama(**WIDE)
     plain, quantized = (
