@@ -3,6 +3,10 @@
 from draftsmith.errors import ConfigError
 
 REMOVED = {
+    **dict.fromkeys(
+        (f"draftsmith forecast {option}" for option in ("--server", "--model", "--context", "--write")),
+        "draftsmith eval server, which measures a running server",
+    ),
     "drafter.type=hydra": "medusa or eagle3",
     "drafter.type=mlp_speculator": "medusa or eagle3",
     "drafter=hybrid:memory": "hybrid:drafter=FOLDER, which drafts from the text itself",

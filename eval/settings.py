@@ -2,7 +2,7 @@
 
 import difflib
 import os.path
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 
@@ -11,7 +11,7 @@ from pydantic import Field, ValidationInfo, model_validator
 from draftsmith.config import Count, Distinct, Probability, Section, Seed, Temperature, TemplateVariables, user_name
 from draftsmith.decode.policies import POLICIES, check_policy
 from draftsmith.decode.rules import RULES
-from draftsmith.distill.data_section import ServerSection, base_url, is_address, require_address, server_section
+from draftsmith.distill.data_section import ServerSection, is_address, require_address, server_section
 from draftsmith.errors import ConfigError
 from draftsmith.heads.configs import SETTINGS, is_named, parse_named
 from draftsmith.names import (
@@ -104,9 +104,8 @@ def _check_files(files: Sequence[str], key: str) -> None:
         _check_file(Path(file), key)
 
 
-def _check_addresses(addresses: str | Sequence[str], key: str) -> None:
-    for address in [addresses] if isinstance(addresses, str) else addresses:
-        require_address(key, address)
+def _check_address(address: str, key: str) -> None:
+    require_address(key, address)
 
 
 def _drafter(kind: Any, help: str) -> Option:
@@ -226,7 +225,7 @@ class ServedSettings(Settings):
         *("url", "target", "prompts", "subset", "split", "count", "max_new_tokens", "repeats", "temperatures", "top_p"),
         *("seed", "chat_template", "template_options", "trust_remote_code", "model", "baseline", "batch_sizes"),
     )
-    url: Annotated[str, UNSTORED, Option(argument=True, check=_check_addresses)]
+    url: Annotated[str, UNSTORED, Option(argument=True, check=_check_address)]
     """Address of the server with the drafter."""
     model: Annotated[str, UNSTORED]
     """The name under which the server has the target."""
@@ -266,11 +265,11 @@ class CheckSettings(PairSettings):
     """The target's: float32, bfloat16, float16; default: float32, and for a server bfloat16."""
     draft_length: Annotated[Count | None, Option("--gamma")] = None
     """Draft length; default: each drafter's own."""
-    server: Annotated[str | None, UNSTORED, Option(check=_check_addresses)] = None
+    server: Annotated[str | None, UNSTORED, Option(check=_check_address)] = None
     """Address of a running server with speculation; without --drafter."""
     model: Annotated[str | None, UNSTORED] = None
     """The server's name of the target; default: the only one it lists."""
-    baseline: Annotated[str | None, Option(check=_check_addresses)] = None
+    baseline: Annotated[str | None, Option(check=_check_address)] = None
     """Address of a server without speculation, instead of loading the target."""
     tokens: Annotated[Count, Field(ge=500)] = 10_000
     """Tokens to sample; as many for the control."""
@@ -323,7 +322,7 @@ class ForecastSettings(PairSettings):
             "rule",
         ),
         *("top_k", "top_p", "seed", "chat_template", "template_options", "dtype", "attn_implementation"),
-        *("trust_remote_code", "max_draft_length", "profile", "save_profile", "servers", "model", "context", "write"),
+        *("trust_remote_code", "max_draft_length", "profile", "save_profile"),
     )
     max_draft_length: Count = 8
     """Longest chain of draft tokens to compare."""
@@ -335,17 +334,9 @@ class ForecastSettings(PairSettings):
     """Timings of another machine, see docs/guide/forecast.md."""
     save_profile: Annotated[Path | None, UNSTORED, WRITTEN] = None
     """File for this machine's timings, for --profile."""
-    servers: Annotated[tuple[str, ...], UNSTORED, Option("--server", check=_check_addresses)] = ()
-    """Time running servers: one without a drafter, and one for each draft length."""
-    model: Annotated[str | None, UNSTORED] = None
-    """The name under which the servers have it."""
-    context: Annotated[Count | None, UNSTORED] = None
-    """With --server: tokens of each prompt; default: as they are."""
-    write: Annotated[Path | None, UNSTORED, WRITTEN] = None
-    """With --server: JSON file for vLLM's and SGLang's settings."""
 
     @model_validator(mode="after")
-    def _check_servers(self, info: ValidationInfo) -> Self:
+    def _check_profile(self, info: ValidationInfo) -> Self:
         def named(name: str) -> str:
             return user_name(info, name)
 
@@ -359,31 +350,7 @@ class ForecastSettings(PairSettings):
         if self.save_profile is not None and len(self.temperatures) > 1:
             expected = "one --temperature: rounds cost more when tokens are drawn"
             raise ConfigError.of(named("save_profile"), str(self.save_profile), expected)
-        if self.servers:
-            self._check_served(named)
-        elif (self.model, self.context, self.write) != (None, None, None):
-            raise ConfigError("--model, --context and --write without --server; expected the addresses of servers")
         return self
-
-    def _check_served(self, named: Callable[[str], str]) -> None:
-        server = named("servers")
-        if self.profile is not None:
-            raise ConfigError(f"{server} with {named('profile')}; expected one of the two")
-        if self.model is None:
-            raise ConfigError(f"{named('model')} is missing; expected the name under which the servers have the target")
-        if len(self.temperatures) != 1:
-            raise ConfigError.of(named("temperatures"), list(self.temperatures), f"one with {server}")
-        if len(self.drafters) != 1 or self.policies:
-            raise ConfigError(
-                f"{server} with several drafters or {named('policies')}; expected one drafter: engines draft chains"
-            )
-        if len(self.servers) < 2:
-            raise ConfigError(
-                f"{server} {', '.join(self.servers)} alone; expected a server without a drafter and at least one with "
-                "it, since the draft length of a running server cannot be changed"
-            )
-        if len(set(map(base_url, self.servers))) < len(self.servers):
-            raise ConfigError.of(server, list(self.servers), "each only once")
 
 
 class PromptSettings(PairSettings):

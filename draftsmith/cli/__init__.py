@@ -27,6 +27,7 @@ from draftsmith.errors import ConfigError, DraftsmithError, one_line, reason_of
 from draftsmith.eval.settings import DemoSettings, PromptSettings
 from draftsmith.names import require_free_port
 from draftsmith.option_fields import Option
+from draftsmith.removed import REMOVED, removed
 from draftsmith.storage import require_folder
 from draftsmith.terminal import printable, quiet_imports
 from draftsmith.train.machines import machine_named, room_on
@@ -312,6 +313,8 @@ def main(arguments: list[str] | None = None) -> Any:
             traceback.print_exc()
             sys.exit(CRASHED)
         command = getattr(getattr(error, "ctx", None), "command_path", "draftsmith")
+        if (option := f"{command} {getattr(error, 'option_name', '')}") in REMOVED:
+            _leave(f"ConfigError: {removed(option)}")
         _leave(f"{command}: {message()} (see {command} --help)")
 
 

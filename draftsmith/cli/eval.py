@@ -70,14 +70,12 @@ def serve(
     for note in result.notes:
         console.print(f"note: {note}")
     console.print(f"report: {out / 'report.md'}")
-    served = ["--target", settings.target, "--model", settings.model]
-    served += ["--prompts", settings.prompts] if settings.prompts != EMBEDDED else []
-    served += template_words(settings)
     if settings.baseline is None:
+        served = ["--target", settings.target, "--model", settings.model]
+        served += ["--prompts", settings.prompts] if settings.prompts != EMBEDDED else []
+        served += template_words(settings)
         beside = ["--baseline", "URL_WITHOUT_DRAFTER", "--out", f"{out}-beside"]
-        return suggest("draftsmith", "eval", "server", settings.url, *served, *beside)
-    alone = "URL_WITHOUT_DRAFTER" if Path(settings.baseline).exists() else settings.baseline
-    suggest("draftsmith", "forecast", *served, "--drafter", "FOLDER", "--server", alone, "--server", settings.url)
+        suggest("draftsmith", "eval", "server", settings.url, *served, *beside)
 
 
 @eval_app.command(name="compare")
@@ -116,10 +114,6 @@ def compare(
 @with_settings
 def forecast(settings: ForecastSettings, out: Out = Path("runs/forecast"), as_json: Json = False) -> None:
     """Predict acceptance, tau, speedup and the best policy of drafters without decoding with them."""
-    if settings.servers:  # before torch is imported
-        from draftsmith.distill.server.client import served_at
-
-        served_at(settings.servers, settings.model)
     from draftsmith.eval.forecast.command import run, show
     from draftsmith.eval.forecast.forecast import PLAIN
 

@@ -1,23 +1,14 @@
 """`draftsmith forecast`: validate, load, forecast, and print."""
 
-import json
-import shlex
 from dataclasses import replace
 from pathlib import Path
 
 from rich.table import Table
 
 from draftsmith.decode.arguments import capabilities
-from draftsmith.distill.data_section import require_client
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.eval.forecast.forecast import PLAIN, BestPolicy, Forecast, forecast
-from draftsmith.eval.forecast.profile import TARGET, Profile, profile_values, read_profile
-from draftsmith.eval.forecast.server_costs import (
-    engine_settings,
-    measure_servers,
-    served_forecast,
-    served_settings,
-)
+from draftsmith.eval.forecast.profile import TARGET, profile_values, read_profile
 from draftsmith.eval.prompts import PromptRows
 from draftsmith.eval.session import Session, load_session
 from draftsmith.eval.settings import ForecastSettings
@@ -32,8 +23,6 @@ def run(settings: ForecastSettings, out: Path) -> Forecast:
     """Check what the settings name, load the models, forecast, and write `forecast.json` to `out`."""
     check_options(settings)
     hardware = None if settings.profile is None else read_profile(settings.profile)
-    if settings.servers:
-        require_client()
     rows = PromptRows.read(settings.prompts)
     if rows.images:
         raise ConfigError(f"prompts={settings.prompts} have images; expected prompts of text alone for a forecast")
@@ -41,35 +30,14 @@ def run(settings: ForecastSettings, out: Path) -> Forecast:
         session = load_session(settings, rows)
         _require_shared_passes(session, settings)
         ids = [prompt.input_ids for prompt in session.prompts]
-        if settings.servers:
-            predicted, measured = _served(settings, session)
-        else:
-            predicted = forecast(session.target, session.drafters, ids, settings, hardware, progress=True)
-            measured = predicted.hardware[settings.temperatures[0]]
+        predicted = forecast(session.target, session.drafters, ids, settings, hardware, progress=True)
+        measured = predicted.hardware[settings.temperatures[0]]
         predicted = replace(predicted, notes=[*session.notes, *predicted.notes])
         _write(predicted, out)
         if settings.save_profile is not None:
             with writing(settings.save_profile, IN_FORECAST):
                 write_json(settings.save_profile, profile_values(measured))
-        if settings.write is not None:
-            with writing(settings.write, IN_FORECAST):
-                write_json(settings.write, predicted.engine)
         return predicted
-
-
-def _served(settings: ForecastSettings, session: Session) -> tuple[Forecast, Profile]:
-    """Return the forecast with the seconds of servers and the engines' settings, and the seconds."""
-    (drafter,) = session.drafters.values()
-    if drafter.only_retrieves:
-        raise ConfigError(f"--server with drafter {drafter.type!r}, which copies; expected one that predicts tokens")
-    profile = measure_servers(settings, session)
-    ids = [prompt.input_ids for prompt in session.prompts]
-    settings = served_settings(settings, profile)
-    predicted = forecast(session.target, session.drafters, ids, settings, profile, progress=True)
-    predicted = served_forecast(predicted, profile)
-    if not predicted.rows:
-        raise ConfigError(f"servers draft more tokens than {drafter.type!r} can; expected a server with fewer")
-    return replace(predicted, engine=engine_settings(predicted, drafter)), profile
 
 
 def _require_shared_passes(session: Session, settings: ForecastSettings) -> None:
@@ -101,22 +69,8 @@ def show(predicted: Forecast, out: Path | None) -> None:
         console.print(best_line(best))
     for note in predicted.notes:
         console.print(f"note: {note}")
-    for line in _engine_lines(predicted):
-        console.print(line, soft_wrap=True, markup=False)
     if out is not None:
         console.print(f"forecast: {out / 'forecast.json'}")
-
-
-def _engine_lines(predicted: Forecast) -> list[str]:
-    """Return the settings of engines by load."""
-    if predicted.engine is None:
-        return []
-    vllm, off, exports = (predicted.engine[key] for key in ("vllm", "off_from", "export"))
-    lines = [] if vllm is None else [f"vLLM: --speculative-config {shlex.quote(json.dumps(vllm))}"]
-    lines += [f"SGLang, {load} requests: {flags or 'no drafter'}" for load, flags in predicted.engine["sglang"].items()]
-    lines = [f"first: {command}" for command in exports.values()] + lines
-    where = f"off from {off} requests at a time" if off else "faster at every measured number of requests"
-    return [*lines, f"speculation: {where}"]
 
 
 def forecast_table(predicted: Forecast, batch: int) -> Table:

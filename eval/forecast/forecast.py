@@ -78,11 +78,8 @@ class Forecast:
     hardware: dict[float, Profile]
     environment: dict[str, Any]
     notes: list[str] = field(default_factory=list)
-    engine: dict[str, Any] | None = None
-    """Settings of engines, see `engine_settings`; None for a forecast without servers."""
 
     def as_json(self) -> dict[str, Any]:
-        engine = {} if self.engine is None else {"engine": self.engine}
         return {
             "schema": SCHEMA,
             "best": self.best,
@@ -91,7 +88,6 @@ class Forecast:
             "environment": self.environment,
             "settings": self.settings.model_dump(),
             "notes": self.notes,
-            **engine,
         }
 
 

@@ -1,4 +1,4 @@
-"""Profiles of machines, measured (hardware.py, server_costs.py) or read from a file, and the speeds that follow.
+"""Profiles of machines, measured (hardware.py) or read from a file, and the speeds that follow.
 
 A profile holds the seconds of rounds by batch size:
 

@@ -124,18 +124,6 @@ class CounterRoutes:
                 return float(value)
         return None
 
-    def sglang_draft_length(self) -> int | None:
-        """Return the draft length of SGLang's chains; None if it does not report it. ConfigError for trees."""
-        for state in self._states():
-            count, branches = state.get("speculative_num_draft_tokens"), state.get("speculative_eagle_topk")
-            if isinstance(branches, int) and branches > 1:
-                raise ConfigError(
-                    f"server {self.root} drafts trees (topk={branches}); expected --speculative-eagle-topk 1"
-                )
-            if isinstance(count, int) and 1 < count < 1000:
-                return count - 1  # SGLang counts the last committed token as a draft token
-        return None
-
     def lossy_options(self) -> list[str]:
         """Return the options with which the server changes the distribution, where it describes itself.
 

@@ -142,15 +142,6 @@ def test_a_pass_commits_the_accepted_tokens_and_one_more(served: Served) -> None
     assert sum(counted.accepted) <= counted.drafted <= served.pair.length * counted.rounds
 
 
-def test_a_forecast_times_the_servers(served: Served, tmp_path: Path) -> None:
-    servers = ("--server", served.alone, "--server", served.url, "--write", tmp_path / "settings.json")
-    drafter = ("--drafter", served.pair.drafter, "--prompts", served.pair.prompts, "--count", 4)
-    limits = ("--max-new-tokens", 24, "--temperature", 0, "--out", tmp_path / "forecast")
-    draftsmith("forecast", *served.name, *drafter, *servers, *limits)
-    predicted = json.loads((tmp_path / "forecast" / "forecast.json").read_text())
-    assert [row["policy"] for row in predicted["rows"]] == [f"chain:draft_length={served.pair.length}"]
-
-
 READING = """
 import sys
 from pathlib import Path

@@ -3,6 +3,8 @@
 import json
 import re
 from collections.abc import Callable
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from conftest import make_llama
 from safetensors.torch import save_file
 
 from draftsmith import ConfigError, load_drafter
+from draftsmith.cli import main
 from draftsmith.heads.checkpoint import describe_target, save_drafter, unattached_drafter
 from draftsmith.heads.medusa import Medusa
 from draftsmith.removed import REMOVED
@@ -20,7 +23,21 @@ def recipe(*overrides: str) -> Callable[[], object]:
     return lambda: load_recipe("medusa/any_prompts", list(overrides))
 
 
+def command(*words: str) -> Callable[[], object]:
+    """A command that ends with an error in one line."""
+
+    def run() -> None:
+        said = StringIO()
+        with pytest.raises(SystemExit) as ended, redirect_stderr(said):
+            main([*words, "x"])
+        assert ended.value.code == 2
+        raise ConfigError(said.getvalue())
+
+    return run
+
+
 CASES: dict[str, Callable[[], object]] = {
+    **{name: command(*name.split()[1:]) for name in REMOVED if name.startswith("draftsmith ")},
     "drafter.type=hydra": recipe("drafter={type: hydra, num_layers: 2}"),
     "drafter.type=mlp_speculator": recipe("drafter.type=mlp_speculator"),
     "drafter=hybrid:memory": lambda: load_drafter("hybrid:drafter=suffix,memory=on", make_llama()),

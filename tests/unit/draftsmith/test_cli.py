@@ -99,7 +99,6 @@ MISTAKES: dict[str, list[str]] = {
     "--profile=nosuch.yaml; expected a file": [*FORECAST, "--profile", "nosuch.yaml"],
     "--save-profile='x.json'; expected one --temperature": [*FORECAST, "--save-profile", "x.json"],
     "--save-profile=. is a folder; expected the name of": [*FORECAST, *("--temperature", "0", "--save-profile", ".")],
-    "--model, --context and --write without --server": [*FORECAST, "--context", "3"],
     "--target=nosuch.gguf; expected a GGUF file": ["generate", "x", "--target", "nosuch.gguf"],
     "stop=''; expected a string of at least one character": [*GENERATE, "--stop", ""],
     "--image=nosuch.png; expected a file, and there is none": [*GENERATE, "--image", "nosuch.png"],
