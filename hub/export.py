@@ -28,7 +28,6 @@ from draftsmith.heads.formats.writers import LAYOUTS
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.untrusted import local_folder, read_config
 from draftsmith.hub.conventions import prompts_of, readings_of, rotation_note, self_test_lines, settle
-from draftsmith.hub.vllm import reading_of_vllm
 from draftsmith.names import EMBEDDED, GGUF, check_target_name
 from draftsmith.storage import atomic_folder, require_empty, write_text
 from draftsmith.terminal import Terminal, markdown_environment, stage
@@ -294,6 +293,4 @@ def show_export(exported: Exported) -> None:
         console.print("note: the target was trained with this drafter: merge its adapter and serve that, see README.md")
     for note in exported.serving.notes:
         console.print(f"note: {note}")
-    if (reading := reading_of_vllm(exported.folder)) is not None:
-        console.print(f"note: {reading}")
     console.print(f"\n{exported.usage}")
