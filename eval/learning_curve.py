@@ -1,4 +1,4 @@
-"""Readings of the metrics of a run: whether tau still rises, and where its time went."""
+"""Tau over the evaluations of a run, with intervals: whether it still rises."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,30 +63,3 @@ class LearningCurve:
         prompts = tokens_EP.shape[1]
         drawn_SP = np.random.default_rng(0).multinomial(prompts, np.full(prompts, 1 / prompts), size=RESAMPLES)
         return ratio(drawn_SP @ tokens_EP.T, drawn_SP @ rounds_EP.T)
-
-
-def training_cost(metrics: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the steps, trained tokens and minutes of a run's training steps; None without any step."""
-    rows = [row for row in metrics if row.get("seconds") and row.get("tokens_per_second")]
-    if not rows:
-        return None
-    tokens, seconds = (
-        sum(values)
-        for values in zip(*((r["tokens_per_second"] * r["seconds"], r["seconds"]) for r in rows), strict=True)
-    )
-    return f"{len(rows):,} training steps over {tokens:,.0f} tokens took {seconds / 60:.1f} minutes"
-
-
-def time_split(metrics: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return a sentence on the time of a run's training steps by part; None for a run that did not measure it.
-
-    `metrics`: rows of the run's `metrics.jsonl`. The first step, in which libraries choose kernels, is left out.
-    """
-    rows = [row["seconds_by_part"] for row in metrics if row.get("seconds_by_part")]
-    rows = rows[1:] or rows
-    totals = {part: sum(row.get(part, 0.0) for row in rows) for part in (rows[-1] if rows else {})}
-    whole = sum(totals.values())
-    if not whole:
-        return None
-    shares = ", ".join(f"{part} {seconds / whole:.0%}" for part, seconds in totals.items())
-    return f"A training step took {1000 * whole / len(rows):.0f} ms: {shares}"

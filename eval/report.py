@@ -10,7 +10,6 @@ from rich.table import Table
 
 from draftsmith.errors import ConfigError
 from draftsmith.eval.journal import JOURNAL, require_same_run, whole_lines
-from draftsmith.eval.learning_curve import time_split, training_cost
 from draftsmith.eval.prompts import OVERALL
 from draftsmith.eval.results import EVALUATION, Evaluation, ResultRow, read_evaluation, short_policy
 from draftsmith.eval.settings import ANOTHER, Settings, require_same_settings
@@ -73,7 +72,7 @@ def check_report_folder(out: Path, settings: Settings) -> None:
 
 
 def write_report(evaluation: Evaluation, out: Path, *, title: str, runs: dict[str, list[dict]] | None = None) -> None:
-    """Write the report into `out`. `runs`: rows of `metrics.jsonl` by drafter, for what it says of training."""
+    """Write the report into `out`. `runs`: rows of `metrics.jsonl` by drafter, for plots of training."""
     from draftsmith.eval.plots import evaluation_plots, training_plots  # matplotlib: only where a report is written
 
     out.mkdir(parents=True, exist_ok=True)
@@ -84,7 +83,7 @@ def write_report(evaluation: Evaluation, out: Path, *, title: str, runs: dict[st
         **_values(evaluation),
         "title": title,
         "plots": plots,
-        "training": training_lines(evaluation.parameters, runs or {}),
+        "training": [f"{name}: {size:,} parameters." for name, size in evaluation.parameters.items() if size],
     }
     page = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=True, keep_trailing_newline=True)
     page.trim_blocks, page.finalize = True, lambda value: printable(value) if type(value) is str else value
@@ -198,17 +197,6 @@ def _values(evaluation: Evaluation) -> dict[str, Any]:
         "few": FEW,
         "samples": evaluation.samples,
     }
-
-
-def training_lines(parameters: dict[str, int], runs: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Return a line for each drafter on its size and, where its run is known, what its training cost."""
-    found = []
-    for name in parameters | runs:
-        size, metrics = parameters.get(name), runs.get(name, [])
-        known = [f"{size:,} parameters" if size else None, training_cost(metrics), time_split(metrics)]
-        if texts := [text for text in known if text is not None]:
-            found.append(f"{name}: {'. '.join(texts)}.")
-    return found
 
 
 def _conditions(evaluation: Evaluation, prompts: int) -> list[tuple[str, str]]:

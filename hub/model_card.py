@@ -151,7 +151,6 @@ def write_card(
     Raises:
         ConfigError: for a folder that is not a checkpoint, and a drafter without rows.
     """
-    from draftsmith.eval.learning_curve import training_cost
     from draftsmith.eval.plots import evaluation_plots, training_plots  # matplotlib: only where a card is written
     from draftsmith.eval.prompts import OVERALL
 
@@ -193,7 +192,6 @@ def write_card(
         steps=max((row["step"] for row in metrics if "loss" in row), default=(recipe.get("train") or {}).get("steps")),
         generates=(folder / CODE / "generate.py").is_file(),
         engines=_engines(section, base_model),
-        cost=training_cost(metrics),
     )
     for plot in plots:
         (folder / PLOTS).mkdir(exist_ok=True)

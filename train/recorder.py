@@ -252,20 +252,20 @@ class Record:
         self._saved = step
 
     def finish(self, steps: int, peak: int, estimate: "MemoryEstimate | None", data: TrainingData) -> None:
-        """Write the run's summary, and print where the time went and, of several sources, the numbers of each.
+        """Write the run's summary, and print, of several sources, the numbers of each.
 
         `peak`: the most bytes that this start of the run has used.
         """
         if self._main:
-            from draftsmith.eval.learning_curve import time_split  # the measurement: loaded at the end alone
-            from draftsmith.train.by_source import by_source, table_by_source
+            from draftsmith.train.by_source import (
+                by_source,
+                table_by_source,
+            )  # the measurement: loaded at the end alone
 
             memory = {"peak_bytes": peak, "estimated_bytes": None if estimate is None else estimate.announced}
             best = self.best
             summary: dict[str, Any] = {"best_step": best.step, "best_tau": best.tau, "steps": steps}
             metrics = read_metrics(self._folder)
-            if (text := time_split(metrics)) is not None:
-                self._console.say(f"  {text}")
             evaluations = [row for row in metrics if "evaluation" in row]
             if evaluations and max(len(data.counts), len(set(data.heldout_sources))) > 1:
                 # A run that continues another one may have the best evaluation of that one.

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftsmith.eval.learning_curve import LearningCurve, time_split, training_cost
+from draftsmith.eval.learning_curve import LearningCurve
 
 ROUNDS = 1000
 
@@ -45,20 +45,3 @@ def test_a_rise_is_judged_on_the_same_prompts() -> None:
     assert rise is not None
     assert rise.value == pytest.approx(0.01, abs=1e-3)
     assert LearningCurve.of(_metrics(lambda step: 2.0, [1, 2], prompts=1)) is None
-
-
-def test_the_time_of_a_step_is_divided_without_the_first_step() -> None:
-    rows = [{"step": 1, "seconds_by_part": {"teacher": 9.0, "backward": 1.0}}, {"step": 1}]
-    rows += [{"step": n, "seconds_by_part": {"teacher": 0.3 * n, "backward": 0.1 * n}} for n in (2, 3)]
-    assert time_split(rows) == "A training step took 1000 ms: teacher 75%, backward 25%"
-    assert time_split(rows[:1]) == "A training step took 10000 ms: teacher 90%, backward 10%"
-    assert time_split([{"step": 1}]) is None
-
-
-def test_what_a_training_cost() -> None:
-    steps = [
-        {"step": 1, "seconds": 60.0, "tokens_per_second": 10.0},
-        {"step": 2, "seconds": 30.0, "tokens_per_second": 40.0},
-    ]
-    assert training_cost([{"step": 0}, *steps]) == "2 training steps over 1,800 tokens took 1.5 minutes"
-    assert training_cost([{"step": 0}]) is None

@@ -202,7 +202,6 @@ def test_lines_of_single_points_are_not_drawn(tmp_path: Path) -> None:
     assert {"acceptance.png", "training.png", "over_draft_length.png"} < {path.name for path in tmp_path.iterdir()}
     text = (tmp_path / "report.md").read_text().replace("\\", "")  # Markdown's escapes
     assert "](over_draft_length.png)" in text
-    assert text.count("d: A training step took 250 ms: teacher 75%, backward 25%.") == 1
 
 
 GRIDS = ("tokens", "rounds", "seconds", "overlap", "overlaps")
