@@ -1,12 +1,12 @@
 """The self-test of an imported drafter: its alpha as it was read, and under the conventions nearest to that.
 
-No tensor shows which layer an id means, which position of a block predicts the first token, or what the residual of
-EAGLE-3 holds. A drafter that is read by another convention than it was trained with loads, and drafts badly.
+No tensor shows which layer an id means, or which position of a block predicts the first token. A drafter that is read
+by another convention than it was trained with loads, and drafts badly.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,11 +22,8 @@ from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.eval.prompts import PromptRows
 from draftsmith.eval.teacher_forced import ChunkLogits, TargetText, agreement_of, sample_texts, signals_of, unrollable
-from draftsmith.heads.autoregressive import NetworkDrafter
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.dflash import DFlash
-from draftsmith.heads.eagle3 import Eagle3Network
-from draftsmith.heads.layers import layer_config
 from draftsmith.heads.model_config import context_limit, text_config
 
 # Shapes: U texts, A anchors of a text, N those of all texts, K draft positions, V vocabulary.
@@ -41,6 +38,8 @@ PROMPTS = (
     "In this paper, we show that",
     "Yesterday evening the weather",
 )
+FIRST = "sample_from_anchor"
+"""The key of the first position of a block that predicts."""
 COUNT = 32
 """Most prompts of a file or a data set."""
 TOKENS = 48
@@ -94,12 +93,11 @@ class ConventionAlpha:
 
 
 class Change(NamedTuple):
-    """Another convention of a drafter: the layers that it reads, and values of attributes."""
+    """Another convention of a drafter: the layers that it reads, or the first position of a block that predicts."""
 
     convention: str
     layers: tuple[int, ...]
-    values: tuple[tuple[Any, str, Any], ...] = ()
-    """Owner, attribute and value."""
+    first: int | None = None
 
 
 def prompts_of(
@@ -152,34 +150,30 @@ def readings_of(
 
 
 def settle(drafter: TrainableDrafter, readings: Sequence[ConventionAlpha]) -> list[str]:
-    """Give `drafter` the values of its unstated keys that fit the target's text, and return a line on each.
+    """Give `drafter` the first position that fits the target's text, if that is unstated, and return a line on it.
 
     Raises:
         ConfigError: where the readings do not tell which value fits.
     """
-    lines = []
-    for key in drafter.unstated:
-        assert isinstance(drafter, DFlash), "keys of block drafters"
-        other = next((reading for reading in readings if reading.convention.startswith(f"{key}=")), None)
-        if other is None or not (other.better or other.worse):
-            found = "no text to tell" if other is None else f"{other.gain:+.3f} ± {other.interval:.3f} of alpha between"
-            raise ConfigError(
-                f"{key} is missing in config.json, and the self-test does not show it ({found} true and false); "
-                "expected true or false there, or more --prompts"
-            )
-        if other.better and key == "sample_from_anchor":
-            drafter.body.first = 1 - drafter.body.first
-            drafter.max_draft_length = drafter.steps
-        elif other.better:
-            drafter.body.sees.causal_windows = not drafter.body.sees.causal_windows
-        value = drafter.body.first == 0 if key == "sample_from_anchor" else not drafter.body.sees.causal_windows
-        fits, less = sorted((readings[0].alpha, other.alpha), reverse=True)
-        lines.append(
-            f"self-test: {key} is missing in config.json; {str(value).lower()} fits the target's text "
-            f"(alpha {fits:.3f} at the first draft position, otherwise {less:.3f})"
+    if not drafter.unstated:
+        return []
+    assert isinstance(drafter, DFlash) and drafter.unstated == (FIRST,), "a key of block drafters"
+    other = next((reading for reading in readings if reading.convention.startswith(f"{FIRST}=")), None)
+    if other is None or not (other.better or other.worse):
+        found = "no text to tell" if other is None else f"{other.gain:+.3f} ± {other.interval:.3f} of alpha between"
+        raise ConfigError(
+            f"{FIRST} is missing in config.json, and the self-test does not show it ({found} true and false); "
+            "expected true or false there, or more --prompts"
         )
+    if other.better:
+        drafter.body.first = 1 - drafter.body.first
+        drafter.max_draft_length = drafter.steps
     drafter.unstated = ()
-    return lines
+    fits, less = sorted((readings[0].alpha, other.alpha), reverse=True)
+    return [
+        f"self-test: {FIRST} is missing in config.json; {str(drafter.body.first == 0).lower()} fits the target's text "
+        f"(alpha {fits:.3f} at the first draft position, otherwise {less:.3f})"
+    ]
 
 
 def mean_of_texts(gains: Sequence[NDArray]) -> tuple[float, float]:
@@ -212,20 +206,6 @@ def self_test_lines(readings: Sequence[ConventionAlpha]) -> list[str]:
     return lines
 
 
-def rotation_note(target: PreTrainedModel, drafter: TrainableDrafter) -> str | None:
-    """Return a line on a drafter that rotates positions by another base than its target; None for others.
-
-    It may have been trained so. A draft model has its own base.
-    """
-    body = drafter.body if isinstance(drafter, NetworkDrafter) else None
-    if body is None or body.config.model_type != "llama":
-        return None
-    own, theirs = (
-        (config.rope_parameters or {}).get("rope_theta") for config in (body.config, layer_config(target, 1))
-    )
-    return None if own == theirs or theirs is None else f"self-test: rope_theta={own:g}, and the target's is {theirs:g}"
-
-
 def _means(alphas: Sequence[NDArray]) -> tuple[float, ...]:
     return tuple(float(np.nanmean(alphas_N)) for alphas_N in np.concatenate(alphas).T)
 
@@ -255,15 +235,16 @@ class _Alphas:
         if signals.features_BTF is not None:
             by_layer = dict(zip(self._layers, signals.features_BTF.chunk(len(self._layers), -1), strict=True))
             signals = replace(signals, features_BTF=torch.cat([by_layer[layer] for layer in change.layers], -1))
-        before = [(owner, name, getattr(owner, name)) for owner, name, _ in change.values]
-        for owner, name, value in change.values:
-            setattr(owner, name, value)
+        body = self._drafter.body if change.first is not None and isinstance(self._drafter, DFlash) else None
+        before = None if body is None else body.first
+        if body is not None and change.first is not None:
+            body.first = change.first
         try:
             drafter = unrollable(self._drafter, self._positions, self._texts)
             tables = agreement_of(signals, self._teacher.lm_head, drafter, [*self._texts], self._positions, _alpha)
         finally:
-            for owner, name, value in before:
-                setattr(owner, name, value)
+            if body is not None:
+                body.first = before
         rows: list[NDArray[np.float64]] = []
         for table in (stats["alpha"] for stats in tables if stats):
             left_AK = np.arange(len(table))[::-1, None] >= np.arange(table.shape[1])
@@ -283,17 +264,7 @@ def _changes(target: PreTrainedModel, drafter: TrainableDrafter) -> Iterator[Cha
         yield Change(convention, others)
     if isinstance(drafter, DFlash):
         first = drafter.body.first
-        yield Change(f"sample_from_anchor={first == 1}", layers, ((drafter.body, "first", 1 - first),))
-        sees = drafter.body.sees
-        if any(sees.windows) and not sees.causal:
-            causal = sees.causal_windows
-            name = f"sliding_window_non_causal={causal}"
-            yield Change(name, layers, ((sees, "causal_windows", not causal),))
-    body = drafter.body if isinstance(drafter, NetworkDrafter) else None
-    if isinstance(body, Eagle3Network):
-        for owner, name in ((body.layers[0], "norm_before_residual"), (body, "norm_output")):
-            value = not getattr(owner, name)
-            yield Change(f"{name}={value}", layers, ((owner, name, value),))
+        yield Change(f"{FIRST}={first == 1}", layers, 1 - first)
 
 
 def _other_layers(layers: tuple[int, ...], depth: int) -> Iterator[tuple[str, tuple[int, ...]]]:

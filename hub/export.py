@@ -27,7 +27,7 @@ from draftsmith.heads.formats.published import unknown_keys
 from draftsmith.heads.formats.writers import LAYOUTS
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.untrusted import local_folder, read_config
-from draftsmith.hub.conventions import prompts_of, readings_of, rotation_note, self_test_lines, settle
+from draftsmith.hub.conventions import prompts_of, readings_of, self_test_lines, settle
 from draftsmith.names import EMBEDDED, GGUF, check_target_name
 from draftsmith.storage import atomic_folder, require_empty, write_text
 from draftsmith.terminal import Terminal, markdown_environment, stage
@@ -240,7 +240,7 @@ def import_from(
                 except ConfigError as error:
                     raise ConfigError(f"drafter={drafter}: {error}") from None
                 readings = readings_of(loaded.model, read, asked)
-        lines += [*self_test_lines(readings), *filter(None, [rotation_note(loaded.model, read)])]
+        lines += self_test_lines(readings)
     length, most = draft_length or read.draft_length_hint or USUAL_LENGTH, read.max_draft_length
     if draft_length is not None and most is not None and length > most:
         raise ConfigError.of("gamma", length, f"at most {most}, as far as this drafter reaches")

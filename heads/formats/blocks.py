@@ -77,8 +77,8 @@ def read_speculators_block(published: Published) -> DFlash:
         non_causal = True  # speculators 0.9.0 and vLLM 0.33 agree on it
     if dspark:  # missing: true in speculators 0.9.0, false in vLLM 0.33, whose windows are causal whatever is said
         anchored, non_causal = published.stated(keys[0], anchored, True), non_causal or False
-    if any(windows) and not dspark:  # missing: false in speculators 0.9.0, true in vLLM 0.33
-        non_causal = published.stated(keys[1], non_causal, False)
+    if any(windows) and not dspark and non_causal is None:  # false in speculators 0.9.0, true in vLLM 0.33
+        raise published.refusal(f"no {keys[1]} in config.json, and engines differ without it", "true or false there")
     causal = any(windows) and not published.allow(keys[1], non_causal or False, BOTH)
     published.allow("is_causal", layers.get("is_causal"), (None,) if causal else (None, False))  # read by vLLM alone
     return _read(

@@ -40,8 +40,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "eagle3": {"layers": [1], "train_steps": 2},
     "dflash from the anchor": {"block_size": 4, "markov_rank": 4, "sample_from_anchor": True},
     "dflash from the mask": {"block_size": 4, "markov_rank": 4},
-    "dflash in causal windows": {"block_size": 4, "windows": [3, 3], "causal_windows": True},
-    "dflash in windows": {"block_size": 4, "windows": [3, 3], "causal_windows": False},
 }
 
 
@@ -76,11 +74,6 @@ CASES: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
         lambda config: config.update(eagle_aux_hidden_state_layer_ids=[2]),
         "layer ids one lower",
     ),
-    "residual": (
-        "eagle3",
-        lambda config: config.update(norm_before_residual=True),
-        "norm_before_residual=False",
-    ),
     "one layer": (
         THREE,
         lambda config: config.update(eagle_aux_hidden_state_layer_ids=[1, 2, 4]),
@@ -91,11 +84,10 @@ CASES: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
         lambda config: config.update(eagle_aux_hidden_state_layer_ids=[3, 2, 1]),
         "layer ids in reverse",
     ),
-    "states that are fed back": (THREE, lambda config: config.update(norm_output=True), "norm_output=False"),
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(CASES, "residual", "one layer", "states that are fed back"))
+@pytest.mark.parametrize("name", mostly_slow(CASES, "one layer", "first position"))
 def test_the_right_convention_is_found(name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     """Of a drafter in vLLM's layout, read as it was written and after a change that no reader can see."""
     kind, change, convention = CASES[name]
@@ -124,26 +116,17 @@ def test_the_right_convention_is_found(name: str, tmp_path: Path, tiny_tokenizer
 UNSTATED = {
     "dflash from the anchor": ("sample_from_anchor", True),
     "dflash from the mask": ("sample_from_anchor", False),
-    "dflash in causal windows": ("sliding_window_non_causal", False),
-    "dflash in windows": ("sliding_window_non_causal", True),
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(UNSTATED, "dflash from the mask", "dflash in windows"))
+@pytest.mark.parametrize("name", mostly_slow(UNSTATED, "dflash from the mask"))
 def test_a_missing_key_that_engines_replace_differently_is_settled(
     name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     """By the text of the target, or it is refused; nothing is assumed without the self-test."""
     (key, value), (target, fit) = UNSTATED[name], fitted(name)
-    sees = fit.body.sees
-    fit.body.sees = replace(sees, windows=(None, None))  # windows from the anchor are not written for vLLM
     folder = export_drafter(fit, target, "vllm", tmp_path / "theirs", target_name="tiny").folder
-    fit.body.sees = sees
     config = json.loads((folder / "config.json").read_text())
-    if any(sees.windows):
-        windows = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 3, "use_sliding_window": True}
-        config["transformer_layer_config"] |= windows
-        config["sliding_window_non_causal"] = not sees.causal_windows
     assert config.pop(key) is value
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=f"{key} is missing in config.json, and engines replace it by different"):
@@ -158,6 +141,21 @@ def test_a_missing_key_that_engines_replace_differently_is_settled(
     read = {"anchors": 64, "mask_token": drafter.mask_token, "plain_target": True}
     assert drafter.options() == {**fit.options(), **read}
     assert drafter.max_draft_length == fit.max_draft_length
+
+
+def test_windows_whose_rule_is_missing_are_refused(tmp_path: Path) -> None:
+    """Engines differ without the key, and nothing is guessed."""
+    target = make_llama(num_hidden_layers=3).requires_grad_(False)
+    drafter = HEADS["dflash"].from_target(target, block_size=4)
+    folder = export_drafter(drafter, target, "vllm", tmp_path / "theirs", target_name="tiny").folder
+    config = json.loads((folder / "config.json").read_text())
+    windows = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 3, "use_sliding_window": True}
+    config["transformer_layer_config"] |= windows
+    config.pop("sliding_window_non_causal", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    for unstated in (False, True):
+        with pytest.raises(ConfigError, match=r"no sliding_window_non_causal in config\.json, .*; expected true or"):
+            load_drafter(folder, target, unstated=unstated)
 
 
 def test_the_prompts_go_through_the_chat_template(tmp_path: Path) -> None:
