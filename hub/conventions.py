@@ -157,7 +157,7 @@ def settle(drafter: TrainableDrafter, readings: Sequence[ConventionAlpha]) -> li
     """
     if not drafter.unstated:
         return []
-    assert isinstance(drafter, DFlash) and drafter.unstated == (FIRST,), "a key of block drafters"
+    assert isinstance(drafter, DFlash), "a key of block drafters"
     other = next((reading for reading in readings if reading.convention.startswith(f"{FIRST}=")), None)
     if other is None or not (other.better or other.worse):
         found = "no text to tell" if other is None else f"{other.gain:+.3f} ± {other.interval:.3f} of alpha between"

@@ -1,24 +1,19 @@
-"""Publish a drafter: assemble the folder, and push it to the Hub with huggingface_hub's upload.
+"""Publish a drafter: assemble the folder, and upload it to the Hub with huggingface_hub.
 
-The folder holds files of the drafter from an allow-list, its card, plots and measurement. The upload is resumable:
-large files are stored by their content one by one, and the commit comes last. After an interruption, call again: stored
-files are not sent again, and unchanged files are not committed again.
+The folder holds files of the drafter from an allow-list, its card, plots and measurement.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
-from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from huggingface_hub import HfApi, get_token
 from safetensors.torch import load_file
 
-from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.errors import ConfigError, DraftsmithError, one_line
 from draftsmith.heads.checkpoint import WEIGHTS
 from draftsmith.heads.configs import DRAFTERS
 from draftsmith.heads.draft_model import DraftModel
@@ -232,101 +227,32 @@ def _measured(publication: Publication) -> "tuple[StoredEvaluation, str] | None"
     return evaluation, name
 
 
-LOGIN = "`hf auth login`, or HF_TOKEN, with a token with write access (https://huggingface.co/settings/tokens)"
 MAIN = "main"
 
 
-class PushError(DraftsmithError):
-    """The Hub or the connection to it failed; no local file is lost, and the same call continues."""
+def upload(folder: Path, repo: str, message: str, *, revision: str | None = None, private: bool = False) -> str:
+    """Upload an assembled folder as one commit, and return the page and the commit.
 
+    Args:
+        repo: a model repository, which is created if it is missing.
+        revision: a branch, which is created from main if it is missing; by default main.
+        private: of a new repository.
 
-@contextmanager
-def explained(repo: str) -> Iterator[None]:
-    """Turn errors of the client into ConfigError (the user has to change something) or PushError (try again)."""
+    Raises:
+        DraftsmithError: for an upload that failed; nothing is committed then, and the same call repeats it.
+    """
+    api, branch = HfApi(), revision or MAIN
     try:
-        yield
-    except DraftsmithError:
-        raise
-    except Exception as error:  # there is no common base: the client's, httpx's, RuntimeError for LFS, xet's
-        raise _explain(repo, error) from None  # the chain would show headers and addresses
-
-
-def _explain(repo: str, error: Exception) -> DraftsmithError:
-    causes: list[BaseException] = [error]
-    while causes[-1].__cause__ is not None:
-        causes.append(causes[-1].__cause__)
-    answered = next((cause for cause in causes if isinstance(cause, HfHubHTTPError)), None)
-    cause = error if isinstance(error, ValueError) else answered or causes[-1]
-    reason = " ".join(str(cause).replace(get_token() or "\0", "(token)").split())[:300]
-    status = None if answered is None else answered.response.status_code
-    refusals = {
-        401: f"the Hub refused the token (401); expected {LOGIN}",
-        403: f"the token has no write access to it (403); expected {LOGIN}",
-        404: f"the Hub has no such repository or revision (404: {reason}); expected another",
-        400: f"the Hub refused it ({reason}); expected a valid name, branch and card",
-    }
-    if status in refusals or isinstance(error, ValueError):
-        return ConfigError(f"push={repo}: {refusals.get(status or 400, refusals[400])}")
-    if status is not None:
-        return PushError(f"push={repo}: the Hub answered {status} ({reason}); the same command continues from there")
-    if isinstance(causes[-1], OfflineModeIsEnabled):
-        return ConfigError(f"push={repo} with HF_HUB_OFFLINE; expected it unset")
-    return PushError(
-        f"push={repo}: the connection to {constants.ENDPOINT} failed ({type(causes[-1]).__name__}: {reason}); the same "
-        "command continues: files that have arrived are not sent again"
-    )
-
-
-@dataclass(frozen=True)
-class Destination:
-    """A model repository, and the branch that is pushed to."""
-
-    repo: str
-    revision: str | None = None
-    """By default main; a missing branch is created from main."""
-    private: bool = False
-    """For a new repository; an existing one is not changed."""
-
-    @property
-    def page(self) -> str:
-        branch = self.revision or MAIN
-        return f"{HfApi().endpoint}/{self.repo}" + ("" if branch == MAIN else f"/tree/{branch}")
-
-
-def prepare(destination: Destination) -> None:
-    """Create the repository and its branch if they are missing, and check that the token has write access.
-
-    Raises:
-        ConfigError: for a missing or refused token, and for a name or branch that the Hub does not accept.
-        PushError: if the Hub cannot be reached.
-    """
-    check_repo("repo", destination.repo)
-    if get_token() is None:
-        raise ConfigError(f"push={destination.repo}: no access token of the Hub; expected {LOGIN}")
-    api, branch = HfApi(), destination.revision
-    with explained(destination.repo):
-        api.create_repo(destination.repo, private=destination.private or None, exist_ok=True)
-        if branch not in (None, MAIN):
-            api.create_branch(destination.repo, branch=branch, exist_ok=True)
-        # Asking how a file would be uploaded needs write access; nothing is uploaded.
-        probe = CommitOperationAdd(path_in_repo="README.md", path_or_fileobj=b"-")
-        api.preupload_lfs_files(destination.repo, additions=[probe], revision=branch)
-
-
-def upload(folder: Path, destination: Destination, message: str) -> str:
-    """Upload an assembled folder as one commit, after `prepare`; return the commit's id.
-
-    Raises:
-        ConfigError: for a refused token, or a card that the Hub does not accept.
-        PushError: if the upload was interrupted; the same call continues.
-    """
-    with explained(destination.repo):
+        api.create_repo(repo, private=private or None, exist_ok=True)
+        if branch != MAIN:
+            api.create_branch(repo, branch=branch, exist_ok=True)
         # Other files than those that belong to the last push may be the user's.
-        done = HfApi().upload_folder(
-            repo_id=destination.repo,
-            folder_path=folder,
-            revision=destination.revision,
-            commit_message=message,
-            delete_patterns=list(STALE),
+        done = api.upload_folder(
+            repo_id=repo, folder_path=folder, revision=revision, commit_message=message, delete_patterns=list(STALE)
         )
-    return done.oid
+    except Exception as error:  # there is no common base: the client's, httpx's, RuntimeError for LFS, xet's
+        reason = one_line(str(error).replace(get_token() or "\0", "(token)") or type(error).__name__, 300)
+        login = "`hf auth login` or HF_TOKEN with write access, and a connection to the Hub"
+        # The chain of errors would show headers and addresses.
+        raise DraftsmithError(f"push={repo} failed; nothing was published ({reason}); expected {login}") from None
+    return f"{api.endpoint}/{repo}{'' if branch == MAIN else f'/tree/{branch}'} at {done.oid[:12]}"

@@ -146,16 +146,7 @@ class Push(Section):
 @with_settings
 def push(settings: Push) -> None:
     """Publish a drafter on the Hub, with a model card from its run and its evaluation."""
-    from draftsmith.hub.push import (
-        Destination,
-        Publication,
-        assemble,
-        check_out,
-        check_publication,
-        prepare,
-        run_of,
-        upload,
-    )
+    from draftsmith.hub.push import Publication, assemble, check_out, check_publication, run_of, upload
     from draftsmith.train.run_folder import read_metrics
 
     folder, repo, out = settings.folder, settings.repo, settings.out
@@ -179,16 +170,15 @@ def push(settings: Push) -> None:
             for word in ([field.name] if value is True else [field.name, value])
         ]
         return suggest("draftsmith", "push", folder, repo, *words)
-    destination = Destination(repo, settings.revision, settings.private)
-    prepare(destination)
     with TemporaryDirectory(prefix="draftsmith-push-") as temporary:
         place = out or Path(temporary) / "publication"
         try:
             assemble(publication, place)
         except OSError as error:
             raise DraftsmithError(f"push={repo}: {place} cannot be written ({error}); nothing was published") from error
-        commit = upload(place, destination, settings.message or f"{publication.title}, by draftsmith")
-    typer.echo(f"{destination.page} at {commit[:12]}")
+        message = settings.message or f"{publication.title}, by draftsmith"
+        page = upload(place, repo, message, revision=settings.revision, private=settings.private)
+    typer.echo(page)
     if target := publication.target:
         suggest(
             "draftsmith",
