@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -181,9 +181,7 @@ def _explained(
     """Return the place with its kind: whether rounding explains that a greedy text differs there from the target's."""
     (prompt,) = (asked for asked in run.asked(cell.key[1]) if asked.id == text.prompt)
     found = divergences(run.target, prompt, text.tokens, own)
-    kind: Literal["near tie", "bug"] = next(
-        divergence.kind for divergence in found if divergence.position == place["position"]
-    )
+    kind = next(divergence.kind for divergence in found if divergence.position == place["position"])
     return {"prompt": text.prompt, "position": place["position"], "kind": kind}
 
 
@@ -264,6 +262,7 @@ def notes(run: EvaluationRun, rows: Sequence[ResultRow]) -> list[str]:
 EXPLAINED = {
     "near tie": "Rounding explains it: two logits are as close there as the errors of sums in another order.",
     "bug": "Rounding does not explain it; `draftsmith check` has the details.",
+    "difference not judged": "The pass in twice the precision failed; `draftsmith check` has the error.",
     "difference": "`draftsmith check` tells a near tie of two logits from a bug.",
 }
 """What a difference of two greedy texts means, by its kind."""

@@ -38,13 +38,17 @@ class ContextBin(TypedDict):
     """Share of the tested draft tokens that were accepted."""
 
 
+DivergenceKind = Literal["near tie", "bug", "difference not judged"]
+"""Whether rounding explains a greedy token that is not the target's; not judged if the pass that measures it failed."""
+
+
 class DivergencePlace(TypedDict):
     """The first token of a greedy text that differs from the target's own text."""
 
     prompt: str
     position: int
-    kind: NotRequired[Literal["near tie", "bug"]]
-    """Whether rounding explains it; missing where that was not tested."""
+    kind: NotRequired[DivergenceKind]
+    """Missing where that was not tested."""
 
 
 class ResultRow(TypedDict):

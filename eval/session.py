@@ -8,7 +8,6 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.arguments import capabilities, require_readable
-from draftsmith.decode.passes.packed_weights import pack_weights
 from draftsmith.decode.policies import check_policy
 from draftsmith.distill.load_target import load_processor, load_target, load_tokenizer
 from draftsmith.eval.prompts import Prompt, PromptRows
@@ -46,7 +45,7 @@ def load_session(
     images: bool = False,
     now: datetime | None = None,
 ) -> Session:
-    """Load what validated settings name; `pack_weights` where it helps.
+    """Load what validated settings name.
 
     Args:
         rows: the prompts, from `PromptRows.read`; None for a session without prompts.
@@ -93,9 +92,6 @@ def load_session(
         drafters = {
             name: load_drafter(path, loaded.model, loaded.tokenizer) for name, path in settings.drafters.items()
         }
-    if not any(settings.passes.values()):  # compiled passes, and those of one shape, keep the weights' own layout
-        for model in (loaded.model, *drafters.values()):
-            pack_weights(model)
     if (note := loaded.dtype_note("--dtype bfloat16")) is not None:
         Terminal(stderr=True).print(note, markup=False, soft_wrap=True)
     for note in pair_notes(settings, loaded.model, drafters, stored):

@@ -109,10 +109,10 @@ def check(
 
 
 def greedy_verdict(greedy: GreedyCheck) -> Verdict:
-    """Return lossy for any bug, and inconclusive if nothing was drafted; near ties are rounding."""
+    """Return lossy for any bug, and inconclusive if nothing was drafted, or a difference could not be judged."""
     if greedy.bugs:
         return LOSSY
-    return INCONCLUSIVE if greedy.drafted == 0 else LOSSLESS
+    return INCONCLUSIVE if greedy.drafted == 0 or greedy.not_judged else LOSSLESS
 
 
 def _decoders(
@@ -212,13 +212,14 @@ def _greedy(arm: VariantCheck, greedy: GreedyCheck, reference: str) -> list[str]
     name = f"{arm.drafter} ({arm.policy}) at T={arm.temperature:g}"
     if greedy.drafted == 0:
         return [f"{name}: INCONCLUSIVE: nothing was drafted; more or longer prompts are needed."]
-    ties = len(greedy.divergences) - len(greedy.bugs)
+    ties = len(greedy.divergences) - len(greedy.bugs) - len(greedy.not_judged)
+    unknown = f"; {len(greedy.not_judged)} not judged" if greedy.not_judged else ""
     line = (
         f"{name}: {arm.verdict.upper()}: {greedy.identical} of {greedy.prompts} greedy texts are the "
         f"{reference}'s own, {greedy.tokens:,} tokens; {ties} near ties, {len(greedy.bugs)} tokens that no rounding "
-        "explains."
+        f"explains{unknown}."
     )
-    first = next(iter(greedy.bugs or greedy.divergences), None)
+    first = next(iter(greedy.bugs or greedy.not_judged or greedy.divergences), None)
     return [line] if first is None else [line, _divergence(first, reference)]
 
 
@@ -228,6 +229,11 @@ def _divergence(first: Divergence, reference: str) -> str:
         return where + f"the text ends there, and the {reference} alone continues with token {first.expected}."
     if first.expected is None:
         return where + "one text ends there and the other continues."
+    if first.failure is not None:
+        return where + (
+            f"token {first.token} where the {reference} has token {first.expected}; the pass in twice the precision "
+            f"failed ({first.failure})."
+        )
     if first.gap is None:
         return where + f"token {first.token} where the {reference} has token {first.expected}."
     return where + (

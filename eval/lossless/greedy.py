@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache.rollback import cache_name
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.eval.prompts import Prompt
+from draftsmith.eval.results import DivergenceKind
 from draftsmith.heads.hidden_states import inputs_for, prompt_positions
 from draftsmith.heads.model_config import start_token
 
@@ -98,6 +99,8 @@ MULTIPLE = 4
 among those that are measured. In 19 changes of the argmax of SmolLM2 and Gemma 3 in bfloat16, between passes of 1 to 8
 tokens, the factor was at most 0.96."""
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
+MESSAGE = 200
+"""Characters of an error's message that are kept."""
 BEST = 10
 """Number of largest logits that are compared; logits far below them may be rounded more coarsely."""
 
@@ -114,12 +117,15 @@ class Divergence:
     expected: int | None
     """The token of the target alone, or its argmax in one plain forward pass."""
     margin: float | None
-    """Difference of the two largest logits in twice the precision; None if only one of the texts has ended."""
+    """Difference of the two largest logits in twice the precision; None if only one of the texts has ended, or if that
+    pass failed."""
     gap: float | None
     """Difference of the largest logit and that of `token`, likewise."""
-    bound: float
-    """The largest gap that rounding explains: `MULTIPLE` times the largest error of the logits there."""
-    kind: Literal["near tie", "bug"]
+    bound: float | None
+    """The largest gap that rounding explains, likewise: `MULTIPLE` times the largest error of the logits there."""
+    kind: DivergenceKind
+    failure: str | None = None
+    """The error that ended the pass in twice the precision."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +144,10 @@ class GreedyCheck:
     @property
     def bugs(self) -> list[Divergence]:
         return [divergence for divergence in self.divergences if divergence.kind == "bug"]
+
+    @property
+    def not_judged(self) -> list[Divergence]:
+        return [divergence for divergence in self.divergences if divergence.kind == "difference not judged"]
 
 
 def check_greedy(
@@ -194,45 +204,54 @@ def divergences(
         expected[parts] = alone[parts] if parts < len(alone) else None
     if not expected:
         return []
-    if not tokens:
-        return [Divergence(prompt.id, 0, None, expected[0], None, None, 0.0, "bug")]
-    exact_TV, bound_T = _exact_and_bound(target, logits, whole_TV)
-    return [_judge(prompt, place, tokens, expected[place], exact_TV, bound_T + slack) for place in sorted(expected)]
-
-
-def _judge(
-    prompt: Prompt, place: int, tokens: list[int], expected: int | None, exact_TV: Tensor, bound_T: Tensor
-) -> Divergence:
-    bound = float(bound_T[min(place, len(tokens) - 1)])
-    if place == len(tokens) or expected is None:  # rounding does not end a text
-        token = tokens[place] if place < len(tokens) else None
-        return Divergence(prompt.id, place, token, expected, None, None, bound, "bug")
-    first, second = exact_TV[place].topk(2).values.tolist()
-    gap = first - float(exact_TV[place, tokens[place]])
-    kind = "near tie" if gap <= bound else "bug"
-    return Divergence(prompt.id, place, tokens[place], expected, first - second, gap, bound, kind)
-
-
-def _exact_and_bound(target: PreTrainedModel, logits: Callable[..., Tensor], whole_TV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logits in twice the precision, as fp64, and the largest gap [T] that rounding explains.
-
-    The bound is measured: the text is read in the target's own precision in one pass, token by token and in blocks of
-    five; it is `MULTIPLE` times the largest error in the ten largest logits of the position. The error is at least one
-    unit in the last place of the largest logit, since equal results do not prove equal sums.
-    """
-    single_TV = logits(1)
-    readings = [whole_TV, single_TV, logits(BLOCK)]
-    exact_TV = single_TV
+    ends = {place for place, token in expected.items() if place == len(tokens) or token is None}
+    found = [_other_end(prompt, place, tokens, expected.pop(place)) for place in ends]
+    if not expected:
+        return found
     try:
         with widened(target):
             exact_TV = logits()
-    except (RuntimeError, TypeError, ValueError):  # too little memory, or kernels of one precision only
-        pass
-    best_TK = exact_TV.topk(min(BEST, whole_TV.shape[1])).indices
+    except (RuntimeError, TypeError, ValueError) as error:  # too little memory, or kernels of one precision only
+        failure = f"{type(error).__name__}: {' '.join(str(error).split())[:MESSAGE]}"
+        for place, token in expected.items():
+            judged = (None, None, None, "difference not judged", failure)
+            found.append(Divergence(prompt.id, place, tokens[place], token, *judged))
+    else:
+        bound_T = _bound([whole_TV, logits(1), logits(BLOCK)], exact_TV) + slack
+        for place, token in expected.items():
+            judged = _judge(exact_TV[place].double(), tokens[place], float(bound_T[place]))
+            found.append(Divergence(prompt.id, place, tokens[place], token, *judged))
+    return sorted(found, key=attrgetter("position"))
+
+
+def _other_end(prompt: Prompt, place: int, tokens: list[int], expected: int | None) -> Divergence:
+    """Return the difference of two texts of which one has ended, which no rounding explains."""
+    token = tokens[place] if place < len(tokens) else None
+    return Divergence(prompt.id, place, token, expected, None, None, None, "bug")
+
+
+def _judge(exact_V: Tensor, token: int, bound: float) -> tuple[float, float, float, DivergenceKind]:
+    """Return the margin of the two largest logits, the gap to that of `token`, the bound, and what they mean."""
+    first, second = exact_V.topk(2).values.tolist()
+    gap = first - float(exact_V[token])
+    return first - second, gap, bound, "near tie" if gap <= bound else "bug"
+
+
+def _bound(readings: list[Tensor], exact_TV: Tensor) -> Tensor:
+    """Return the largest gap [T] of two logits that rounding explains.
+
+    It is `MULTIPLE` times the largest error in the ten largest logits of the position, and at least one unit in the
+    last place of the largest logit, since equal results do not prove equal sums.
+
+    Args:
+        readings: logits [T, V] in the target's own precision: of one pass, token by token and in blocks of five.
+        exact_TV: logits in twice the precision.
+    """
+    best_TK = exact_TV.topk(min(BEST, exact_TV.shape[1])).indices
     exact_TK = exact_TV.gather(1, best_TK).double()
     errors_RTK = torch.stack([reading.gather(1, best_TK).double() - exact_TK for reading in readings])
-    step_T = torch.finfo(single_TV.dtype).eps * exact_TK.abs().amax(1)
-    return exact_TV.double(), MULTIPLE * errors_RTK.abs().amax((0, 2)).maximum(step_T)
+    step_T = torch.finfo(readings[0].dtype).eps * exact_TK.abs().amax(1)
+    return MULTIPLE * errors_RTK.abs().amax((0, 2)).maximum(step_T)
 
 
 @contextmanager

@@ -1,17 +1,21 @@
 """Greedy divergences, near ties and bugs on targets that were made to have them."""
 
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import make_llama
-from transformers import LlamaForCausalLM
+from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 from vision_models import build
 from vision_models import prompt as image_prompt
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.eval.lossless.greedy import check_greedy, divergences, read
+from draftsmith.eval.lossless.check import Check, VariantCheck, greedy_verdict, sentences
+from draftsmith.eval.lossless.greedy import GreedyCheck, check_greedy, divergences, read
 from draftsmith.eval.prompts import Prompt
+from draftsmith.eval.session import load_session
+from draftsmith.eval.settings import CheckSettings, PairSettings
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.hidden_states import extended
 
@@ -75,18 +79,48 @@ def test_in_16_bits_gap_and_bound_come_from_a_pass_in_float32() -> None:
     assert found.bound == pytest.approx(4 * max(error, 2**-7 * float(exact_TV[place].max())), abs=1e-5)
 
 
-def test_a_target_that_runs_in_16_bits_only_is_compared_with_itself() -> None:
-    target, own, other, _ = with_rival(0.003, torch.bfloat16)
+def test_without_a_pass_in_twice_the_precision_nothing_is_judged() -> None:
+    """A target that runs in 16 bits only: the verdict is inconclusive and names the error; another end stays a bug."""
+    target, own, other, place = with_rival(0.003, torch.bfloat16)
 
     def refuse(module: torch.nn.Module, _: object) -> None:
         if module.get_parameter("weight").dtype != torch.bfloat16:
-            raise RuntimeError("a kernel of 16 bits only")
+            raise RuntimeError("a kernel of\n16 bits only")
 
     target.lm_head.register_forward_pre_hook(refuse)
     found = divergences(target, PROMPT, other, own)
-    assert {divergence.kind for divergence in found} <= {"near tie"}
-    assert 0 < found[0].bound < 0.5
+    first = found[0]
+    assert (first.position, first.margin, first.gap, first.bound) == (place, None, None, None)
+    assert {divergence.kind for divergence in found} == {"difference not judged"}
+    assert first.failure == "RuntimeError: a kernel of 16 bits only"
     assert {weight.dtype for weight in target.parameters()} == {torch.bfloat16}
+    checked = GreedyCheck(1, 0, LENGTH, 3, found)
+    assert greedy_verdict(checked) == "inconclusive"
+    arm = VariantCheck("d", "chain", "greedy", 0.0, "inconclusive", greedy=checked)
+    environment = {"versions": {}}
+    line, detail = sentences(Check(CheckSettings(target="t", drafters={"d": "d"}), environment, "", [arm]))
+    assert f"0 near ties, 0 tokens that no rounding explains; {len(found)} not judged." in line
+    assert detail.startswith(f"  First difference not judged: prompt p, new token {place}: ")
+    assert "16 bits only" in detail
+    *_, last = divergences(target, PROMPT, [*other, 1], other)
+    assert (last.position, last.kind) == (LENGTH, "bug")
+    assert greedy_verdict(GreedyCheck(1, 0, LENGTH, 3, [*found, last])) == "lossy"
+
+
+def test_margins_of_a_loaded_target_are_those_of_float64(tmp_path: Path, tiny_target_folder: Path) -> None:
+    """Layers large enough for any preparation of their weights that loading does."""
+    vocab = AutoConfig.from_pretrained(tiny_target_folder).vocab_size
+    make_llama(vocab_size=vocab, hidden_size=512, intermediate_size=512, initializer_range=0.05).save_pretrained(
+        tmp_path
+    )
+    AutoTokenizer.from_pretrained(tiny_target_folder).save_pretrained(tmp_path)
+    drafters = {"suffix": "suffix"}
+    target = load_session(PairSettings(target=str(tmp_path), drafters=drafters), None, progress=False).target
+    exact_V = read(deepcopy(target).double(), PROMPT, torch.tensor([[0]]))[0, 0]
+    (first, second), ids = exact_V.topk(2)
+    best, other = ids.tolist()
+    found = divergences(target, PROMPT, [other], [best])[0]
+    assert found.margin == found.gap == pytest.approx(float(first - second), abs=1e-12)
 
 
 def test_another_token_is_a_bug_even_after_a_near_tie() -> None:
