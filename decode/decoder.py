@@ -23,7 +23,7 @@ from draftsmith.decode.arguments import (
 )
 from draftsmith.decode.call import Call, OnBatchTokens, is_beyond
 from draftsmith.decode.costs import Costs
-from draftsmith.decode.locks import Locks
+from draftsmith.decode.locks import Locks, released, running
 from draftsmith.decode.passes.capability import require_compilable
 from draftsmith.decode.passes.checks import CHAINS_ONLY, require_invariant, usable_inputs
 from draftsmith.decode.policies import Chain, Policy, default_policy, exploring, plans, policy_named
@@ -88,8 +88,8 @@ class SpeculativeDecoder:
         target = plain_model(target)
         require_lm_head(target)
         self.drafter, self._compile, self._invariant = drafter, compile, invariant
-        self._locks = Locks(target, drafter, owner=self)
-        with self._locks.running():
+        self._locks = Locks(drafter, owner=self)
+        with running():
             models = capabilities(target, drafter)
             if invariant:
                 require_invariant(target, ragged=not models[0].no_ragged, compile=compile)
@@ -197,7 +197,7 @@ class SpeculativeDecoder:
                 )
         sampling = Sampling(settings.get("temperature") or 0.0, settings.get("top_k"), settings.get("top_p"))
         processors = Processors(sampling, settings.get("logits_processor") or (), texts=len(rows))
-        forward = None if on_tokens is None else self._locks.released()(on_tokens)
+        forward = None if on_tokens is None else released()(on_tokens)
         with self._locks.held():
             self._add_inputs(sequences, settings.get("inputs"))
             call = Call(

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.decode.clock import now
 from draftsmith.decode.costs import Costs
-from draftsmith.decode.locks import Locks
+from draftsmith.decode.locks import Locks, running
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.recurrent import MOST_AGAIN, is_recurrent
@@ -76,7 +76,7 @@ def measure_costs(
     require_in_memory(target)
     while isinstance(drafter, Hybrid):  # copies cost only the target's pass
         drafter = drafter.drafter
-    Locks(target, drafter).check()  # before passes are timed, for seconds
+    Locks(drafter).check()  # before passes are timed, for seconds
     if not quick:
         verify = verify or {1: _curve(target, compile, text)}
     if drafter is None or drafter.only_retrieves:
@@ -154,7 +154,7 @@ def _rounds(
     if quick:  # `thread_time` does not count what other processes take
         loop.clock = time.thread_time
     timed: dict[int, list[Round]] = {}
-    with Locks(target, drafter).held(), closing(reader), closing(loop):
+    with Locks(drafter).held(), closing(reader), closing(loop):
         loop.prefill()
         for turn in range(turns):
             for length in lengths:
@@ -204,7 +204,7 @@ def _curve(model: PreTrainedModel, compile: bool, text: Sequence[int]) -> dict[i
     """Return the median seconds in which the model reads each number of tokens after a context."""
     seconds: dict[int, list[float]] = {width: [] for width in WIDTHS if not (compile and width & (width - 1))}
     device = next(model.parameters()).device
-    with Locks(model, None).running(), _reading(model, text, compile=compile) as read:
+    with running(), _reading(model, text, compile=compile) as read:
         for repeat in range(REPEATS + 1):
             for width, measured in seconds.items():
                 started = now(device)
