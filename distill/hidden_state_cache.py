@@ -53,6 +53,10 @@ class DamagedShard(DraftsmithError):
         super().__init__(f"{self.problem}; the same command builds it again")
 
 
+class _OtherShard(ValueError):
+    """The note beside a shard is that of another one; the message continues a sentence about the shard."""
+
+
 class SignalCache:
     """Shards of hidden states, in one folder for each target, data, layers and dtype.
 
@@ -167,16 +171,17 @@ class SignalCache:
 
     def _checked_row(self, row: int) -> dict[str, Tensor]:
         """Return the stored tensors of a row, whose checksum they match."""
-        file, place = self._file(row // self.shard_rows), row % self.shard_rows
+        shard, place = divmod(row, self.shard_rows)
+        file = self._file(shard)
         try:
             if file not in self._checksums:
-                self._checksums[file] = json.loads(_note(file).read_text(encoding="utf-8"))["rows"]
+                self._checksums[file] = self._known(shard)["rows"]
             read = self._row(row)
             if _checksum(read.values()) != self._checksums[file][place]:
                 with suppress(OSError):
                     _note(file).unlink()  # the next start builds the shard again
                 raise ValueError("it does not match its checksum: the disk or the memory returns other bytes")
-        except (OSError, ValueError, LookupError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, LookupError) as error:
             raise DamagedShard(file, error) from error
         return read
 
@@ -214,14 +219,14 @@ class SignalCache:
         if not file.exists():
             return ""
         try:
-            known = json.loads(_note(file).read_text(encoding="utf-8"))
-            if known["key"] != self.key:
-                return f"was made for {known['key']}, not {self.key}"
+            known = self._known(shard)
             before = known.get("rows")  # versions before 0.4 wrote one checksum of the file
             if before is not None and known["state"] == _state(file):
                 return None
             expected = known["sha256"] if before is None else before
-        except (OSError, ValueError, KeyError):
+        except _OtherShard as error:
+            return str(error)
+        except (OSError, ValueError, TypeError, AttributeError, KeyError):
             return "has no readable checksum file"
         try:
             rows = [_checksum(self._row(row).values()) for row in self._shard(shard)]
@@ -230,11 +235,22 @@ class SignalCache:
             return f"cannot be read ({reason_of(error)})"
         if found != expected:
             return "does not match its checksum"
-        self._write_note(file, rows)
+        self._write_note(shard, rows)
         return None
 
-    def _write_note(self, file: Path, rows: list[int]) -> None:
-        write_json(_note(file), {"key": self.key, "rows": rows, "state": _state(file)})
+    def _known(self, shard: int) -> dict[str, Any]:
+        """Return the note of a shard; raise _OtherShard for that of another one."""
+        known = json.loads(_note(self._file(shard)).read_text(encoding="utf-8"))
+        number = known.get("shard", shard)  # versions before 0.5 wrote none
+        if known["key"] != self.key:
+            raise _OtherShard(f"was made for {known['key']}, not {self.key}")
+        if number != shard:
+            raise _OtherShard(f"holds the rows of shard {number}")
+        return known
+
+    def _write_note(self, shard: int, rows: list[int]) -> None:
+        file = self._file(shard)
+        write_json(_note(file), {"key": self.key, "shard": shard, "rows": rows, "state": _state(file)})
 
     def _write(self, shard: int, states_NW: Tensor, teacher: OnlineTeacher) -> None:
         tensors = {"states": states_NW.to(DTYPES[self.dtype])}
@@ -256,7 +272,7 @@ class SignalCache:
                 with temporary.open("rb+") as handle:
                     os.fsync(handle.fileno())
                 temporary.replace(file)
-                self._write_note(file, [_checksum(row) for row in parts])
+                self._write_note(shard, [_checksum(row) for row in parts])
                 self._headers.pop(file, None)
                 self._checksums.pop(file, None)
         finally:

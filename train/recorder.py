@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 
 from draftsmith.distill.cotraining import Adapters, adapted_fingerprint
 from draftsmith.distill.load_target import LoadedTarget
+from draftsmith.errors import ConfigError
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.provenance import environment, model_fingerprints
@@ -188,11 +189,21 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 class Record:
     """Writes a run's files on the main process; the other processes wait for it in `meet`."""
 
-    def __init__(self, context: RunContext, best: BestDrafter, engine: Engine, stopping: Stopping) -> None:
-        """Restore the last checkpoint, or the one to continue from, and open the metrics and the tracker."""
+    def __init__(
+        self, context: RunContext, best: BestDrafter, engine: Engine, stopping: Stopping, fixed: dict[str, str]
+    ) -> None:
+        """Restore the last checkpoint, or the one to continue from, and open the metrics and the tracker.
+
+        Args:
+            fixed: see `fixed_tensors`, of the drafter that is trained here.
+
+        Raises:
+            ConfigError: for a checkpoint of a drafter with other fixed tensors.
+            DraftsmithError: see `load_from`.
+        """
         self.best, self.stopping = best, stopping
         self._context, self._recipe, self._console = context, context.recipe, context.console
-        self._engine = engine
+        self._engine, self._fixed = engine, fixed
         self._folder = Path(self._recipe.output)
         self._main = context.accelerator.is_main_process
         self._saved: int | None = None
@@ -214,13 +225,32 @@ class Record:
         for problem in problems:
             self._console.say(problem)
         if progress is not None:
+            self._require_fixed(progress, f"output={self._folder} holds")
             self._console.say(f"{self._recipe.name}: resuming after step {progress.step}")
             self._saved = progress.step
             self.best.tau, self.best.step = progress.best_tau, progress.best_step
         elif (source := self._recipe.continue_from) is not None:
             progress = load_from(Path(source).expanduser(), self._engine.load)
+            self._require_fixed(progress, f"continue_from={source} is")
             self._console.say(f"{self._recipe.name}: continuing {source}, after step {progress.step}")
         return progress
+
+    def _require_fixed(self, progress: Progress, subject: str) -> None:
+        """Raise ConfigError for a checkpoint whose weights were trained with other fixed tensors than those here."""
+        stored, recipe = progress.fixed or {}, self._recipe
+        name = next((name for name, value in self._fixed.items() if stored.get(name, value) != value), None)
+        if name is None:
+            return
+        if "vocabulary" in name:
+            what, origin = "draft vocabulary", "the texts of data.prompts with their responses"
+        else:
+            what, origin = name, f"target.model={recipe.target.model} and the section drafter"
+        if recipe.start_from is not None:
+            origin = f"start_from={recipe.start_from}"
+        raise ConfigError(
+            f"{subject} a checkpoint of step {progress.step} with another {what} than the one that {origin} gives now; "
+            "expected what the run began with, or a new run"
+        )
 
     def log(self, row: dict[str, Any]) -> None:
         """Write a row to the metrics and to the tracker."""
@@ -242,7 +272,7 @@ class Record:
         state = self._engine.state()
         if self._main:
             best = self.best
-            progress = Progress(step, best.tau, best.step, last.alpha, last.quality_kl, evaluated, end)
+            progress = Progress(step, best.tau, best.step, last.alpha, last.quality_kl, evaluated, end, self._fixed)
             recipe, keep = comparable(self._recipe), self._recipe.train.keep_checkpoints
             with self._writing(METRICS):
                 flush_metrics(self._folder)

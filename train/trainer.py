@@ -39,6 +39,7 @@ from draftsmith.train.run_parts import compile_drafter, load_parts, make_engine,
 from draftsmith.train.step import Last, StepSums, batch_indices, collate, response_tokens
 from draftsmith.train.stopping import Stopping, leave
 from draftsmith.train.training_data import read_images
+from draftsmith.train.training_state import fixed_tensors
 from draftsmith.train.validation import early_end, evaluate_drafter, tau_by_source, validate, validation_rows
 
 
@@ -121,10 +122,11 @@ class TrainingRun:
         step, optimizers, self.adapters = make_step(recipe, model, self.drafter, self.teacher, **options)
         if recipe.train.compile:
             compile_drafter(self.drafter)
+        fixed = fixed_tensors(self.drafter)  # whole here, before an engine shards them
         self.engine = make_engine(recipe, accelerator, step, optimizers)
         best = BestDrafter(recipe, self.target, self.drafter, self.draft_length, self.adapters)
         self.stopping = Stopping()
-        self.record = Record(context, best, self.engine, self.stopping)
+        self.record = Record(context, best, self.engine, self.stopping, fixed)
         progress = self.record.progress
         self.begin, self.evaluated = (0, False) if progress is None else (progress.step, progress.evaluated)
         self.last = Last() if progress is None else progress.last

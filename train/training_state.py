@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -39,6 +40,8 @@ class Progress:
     """False when a signal came before the evaluation that is due after this step."""
     end: int | None = None
     """The run's last step, where it ends before the recipe's, see `early_end`."""
+    fixed: dict[str, str] | None = None
+    """See `fixed_tensors`; None in checkpoints of version 0.4 and before."""
 
     @property
     def last(self) -> Last:
@@ -82,6 +85,20 @@ def prune(folder: Path, step: int, keep: int) -> None:
 def trained(drafter: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that training changes, by name."""
     return {name: parameter for name, parameter in drafter.named_parameters() if parameter.requires_grad}
+
+
+def fixed_tensors(drafter: nn.Module) -> dict[str, str]:
+    """Return a hash of each stored tensor that training does not change, by name, such as a draft vocabulary.
+
+    Trained weights depend on them: a row of the lm_head is trained for the token that the draft vocabulary gives it.
+    """
+    stored = drafter.state_dict(keep_vars=True)
+    return {name: _hash_of(value.detach()) for name, value in stored.items() if not value.requires_grad}
+
+
+def _hash_of(tensor: Tensor) -> str:
+    values = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return hashlib.sha256(values).hexdigest()[:16]
 
 
 def check_shapes(state: TrainState, shapes: Mapping[str, Sequence[int]]) -> None:

@@ -13,7 +13,7 @@ from datasets import Dataset
 from torch import Tensor
 
 from draftsmith.distill import hidden_state_cache as signal_cache
-from draftsmith.distill.hidden_state_cache import CachedTeacher, SignalCache
+from draftsmith.distill.hidden_state_cache import CachedTeacher, DamagedShard, SignalCache
 from draftsmith.distill.load_target import load_target
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError, DraftsmithError
@@ -146,6 +146,61 @@ def test_a_killed_build_continues_and_damage_costs_one_shard(monkeypatch: pytest
     again = SignalCache(model, rows, LAYERS, "float32", shard_rows=4)
     again.build(wanted, teacher, lambda: None)
     assert file.read_bytes() == whole
+
+
+def test_shards_that_change_places_with_their_notes_are_built_again() -> None:
+    """Rows of equal lengths, whose bytes and checksums fit the place of the other shard; also in a run that reads."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(2, 64, (8, 5), generator=generator).tolist()
+    rows = Dataset.from_list([{"input_ids": row, "spans": [[2, 5]]} for row in ids])
+    cache, teacher = built("float32", rows)
+    (expected,) = cache.read([1])
+    fresh = SignalCache(teacher.model, rows, LAYERS, "float32", shard_rows=4)
+    for suffix in (".safetensors", ".json"):
+        one, other = (cache.folder / f"shard-0000{shard}{suffix}" for shard in (0, 1))
+        one.rename(cache.folder / "spare")
+        other.rename(one)
+        (cache.folder / "spare").rename(other)
+    with pytest.raises(DamagedShard, match="holds the rows of shard 1"):
+        fresh.read([1])
+    wanted, problems = fresh.missing()
+    assert wanted == [0, 1]
+    assert problems[0] == "teacher cache: shard-00000.safetensors holds the rows of shard 1; building it again"
+    fresh.build(wanted, teacher, lambda: None)
+    assert fresh.missing() == ([], [])
+    torch.testing.assert_close(fresh.read([1])[0], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("note", ["[]", "7", "{}", "nothing"])
+def test_a_note_that_is_none_is_named(note: str) -> None:
+    cache, teacher = built("float32", rows_of())
+    (cache.folder / "shard-00001.json").write_text(note)
+    fresh = SignalCache(teacher.model, rows_of(), LAYERS, "float32", shard_rows=4)
+    with pytest.raises(DamagedShard):
+        fresh.read([5])
+    problem = "teacher cache: shard-00001.safetensors has no readable checksum file; building it again"
+    assert fresh.missing() == ([1], [problem])
+
+
+def test_a_damaged_header_is_repaired_in_the_process_that_has_read_it() -> None:
+    """The offsets of the damaged header are not those of the shard that replaces it."""
+    rows = rows_of()
+    cache, teacher = built("float32", rows)
+    (expected,) = cache.read([5])
+    file = cache.folder / "shard-00001.safetensors"
+    content = file.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header["states"]["data_offsets"] = [4, header["states"]["data_offsets"][1]]
+    file.write_bytes(content[:8] + json.dumps(header, separators=(",", ":")).encode().ljust(size) + content[8 + size :])
+    again = SignalCache(teacher.model, rows, LAYERS, "float32", shard_rows=4)
+
+    def repair(damaged: DamagedShard) -> None:
+        assert "does not match its checksum" in damaged.problem
+        again.build(again.missing()[0], teacher, lambda: None)
+
+    signals = CachedTeacher(teacher, again.read, repair).signals(collate(rows, [5], CPU))
+    torch.testing.assert_close(signals.hidden_BTH[0, : len(rows[5]["input_ids"])], expected[0, :, :32])
 
 
 def test_another_target_data_layers_or_dtype_is_another_cache() -> None:
