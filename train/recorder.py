@@ -4,6 +4,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -228,12 +229,24 @@ class Record:
             self._require_fixed(progress, f"output={self._folder} holds")
             self._console.say(f"{self._recipe.name}: resuming after step {progress.step}")
             self._saved = progress.step
+            progress = self._with_drafter(progress)
             self.best.tau, self.best.step = progress.best_tau, progress.best_step
         elif (source := self._recipe.continue_from) is not None:
             progress = load_from(Path(source).expanduser(), self._engine.load)
             self._require_fixed(progress, f"continue_from={source} is")
             self._console.say(f"{self._recipe.name}: continuing {source}, after step {progress.step}")
         return progress
+
+    def _with_drafter(self, progress: Progress) -> Progress:
+        """Return the progress of a run whose best drafter is on disk; where it is gone, this step's becomes the best.
+
+        With `cotrain` there may be none, since no target was within `cotrain.max_quality_kl`.
+        """
+        folder = self._folder / DRAFTER
+        if folder.is_dir() or (self._recipe.cotrain is not None and not progress.best_tau):
+            return progress
+        self._console.say(f"{folder} is gone; the best drafter from step {progress.step} on is kept")
+        return replace(progress, best_tau=0.0, best_step=progress.step, evaluated=False)
 
     def _require_fixed(self, progress: Progress, subject: str) -> None:
         """Raise ConfigError for a checkpoint whose weights were trained with other fixed tensors than those here."""

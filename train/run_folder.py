@@ -268,10 +268,16 @@ def metrics_of(drafters: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
 
 
 def is_finished(recipe: Recipe) -> bool:
-    """Return whether an earlier start has finished the run, with as many steps."""
+    """Return whether an earlier start has finished the run, with as many steps.
+
+    Not where the drafter is gone and a checkpoint is left, from which it is measured and saved again.
+    """
+    folder = Path(recipe.output)
     try:
-        steps = parse_yaml(read_text(Path(recipe.output) / RECIPE))["train"]["steps"]
-        return steps == recipe.train.steps and "best_step" in read_json(Path(recipe.output) / FINISHED)
+        steps = parse_yaml(read_text(folder / RECIPE))["train"]["steps"]
+        summary = read_json(folder / FINISHED)
+        lost = not (folder / DRAFTER).is_dir() and (recipe.cotrain is None or summary["best_tau"] > 0)
+        return steps == recipe.train.steps and "best_step" in summary and not (lost and _saved(recipe))
     except (OSError, ValueError, TypeError, KeyError):
         return False  # a damaged file is written again
 

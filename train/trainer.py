@@ -64,7 +64,10 @@ def train(recipe: Recipe) -> Path:
         if first_process:
             console = Console(True)
             console.say(f"{recipe.name}: already finished in {folder}")
-            console.suggest(eval_command(recipe))
+            if (folder / DRAFTER).is_dir():
+                console.suggest(eval_command(recipe))
+            else:
+                console.say(f"there is no {folder / DRAFTER}")
         return folder / DRAFTER
     accelerator = make_accelerator(recipe, folder)
     accelerator.wait_for_everyone()  # every process has checked the folder before the first one writes

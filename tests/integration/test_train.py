@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from conftest import LETTERS, mostly_slow
 from forked import Processes, Server
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -315,6 +316,95 @@ def test_a_finished_run_is_left_alone(recipe_file: Path, tmp_path: Path) -> None
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "run").rglob("*")}
     assert loop.train(recipe) == folder
     assert before == {file: file.stat().st_mtime_ns for file in (tmp_path / "run").rglob("*")}
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_drafter_that_is_gone_is_measured_and_saved_again(
+    finished: bool,
+    recipe_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """No later evaluation is as good as the best one before; a finished run is measured at its last step."""
+    taus = {0: 1.5, 6: 3.0, 8: 1.2, 12: 1.1}
+    measured: list[int] = []
+    evaluate = loop.TrainingRun._measure
+
+    def worse(run: loop.TrainingRun, step: int, validation: Any) -> Any:
+        measured.append(step)
+        monkeypatch.setattr(loop, "evaluate_drafter", lambda *_, **__: {**result, "tau": taus[step]})
+        return evaluate(run, step, validation)
+
+    recipe = load_recipe(str(recipe_file))
+    data = loop.evaluate_drafter
+    result: dict[str, Any] = {}
+    monkeypatch.setattr(loop, "evaluate_drafter", lambda *given, **more: result.update(data(*given, **more)) or result)
+    loop.train(load_recipe(str(recipe_file), ["train.steps=1", f"output={tmp_path}/other"]))
+    monkeypatch.setattr(loop.TrainingRun, "_measure", worse)
+    drafter = loop.train(recipe)
+    assert json.loads((tmp_path / "run" / "finished.json").read_text())["best_step"] == 6
+    shutil.rmtree(drafter)
+    if not finished:
+        (tmp_path / "run" / "finished.json").unlink()
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000012")
+    measured.clear()
+    assert loop.train(recipe) == drafter
+    assert measured == ([12] if finished else [8, 12])
+    assert load_file(drafter / "model.safetensors")
+    summary = json.loads((tmp_path / "run" / "finished.json").read_text())
+    assert (summary["best_step"], summary["best_tau"]) == ((12, 1.1) if finished else (8, 1.2))
+    assert f"{drafter} is gone" in " ".join(capfd.readouterr().err.split())
+    shutil.rmtree(drafter)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    loop.train(recipe)
+    assert f"there is no {drafter}" in " ".join(capfd.readouterr().err.split())
+
+
+SMALL = ("drafter.draft_vocab_size=20", "train.schedule=constant", "train.evaluate_every=2", "train.checkpoint_every=2", "evaluation.count=1")
+
+
+@pytest.mark.parametrize("place", ["output", "continue_from", "start_from"])
+def test_a_run_with_another_draft_vocabulary_is_not_continued(place: str, recipe_file: Path, tmp_path: Path) -> None:
+    """Its rows of the lm_head are trained for the tokens of the vocabulary that the run began with."""
+
+    def answers(text: str) -> None:
+        rows = [{"prompt": LETTERS[i : i + 4], "response": text} for i in range(20)]
+        (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def recipe(output: str, *more: str) -> Any:
+        file = [f"data.prompts={tmp_path}/answers.jsonl", "data.response=text", f"output={tmp_path}/{output}"]
+        return load_recipe(str(recipe_file), ["drafter={type: mtp, train_steps: 1}", *SMALL, *file, *more])
+
+    def begin(*more: str) -> None:
+        answers("abcdefghijklm")
+        loop.train(recipe("run", "train.steps=2", *more))
+
+    more: list[str] = []
+    if place == "start_from":
+        answers("abcdefghijklm")
+        loop.train(recipe("source", "train.steps=2"))
+        more = [f"start_from={tmp_path}/source/drafter"]
+    begin(*more)
+    loop.train(recipe("run", "train.steps=4", *more))
+    answers("nopqrstuvwxyz")
+    if place == "start_from":
+        shutil.rmtree(tmp_path / "source")
+        loop.train(recipe("source", "train.steps=2"))
+        said = f"output={tmp_path}/run holds a checkpoint of step 4 with another draft vocabulary than the one that "
+        said += f"start_from={tmp_path}/source/drafter gives now"
+    elif place == "continue_from":
+        checkpoint = tmp_path / "run" / "checkpoints" / "step-000004"
+        more, said = [f"continue_from={checkpoint}"], f"continue_from={checkpoint} is a checkpoint of step 4 with"
+    else:
+        said = f"output={tmp_path}/run holds a checkpoint of step 4 with another draft vocabulary"
+    before = (tmp_path / "run" / "drafter" / "model.safetensors").read_bytes()
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        loop.train(recipe("further" if place == "continue_from" else "run", "train.steps=6", *more))
+    assert (tmp_path / "run" / "drafter" / "model.safetensors").read_bytes() == before
+    answers("abcdefghijklm")
+    if place != "start_from":
+        loop.train(recipe("further" if place == "continue_from" else "run", "train.steps=6", *more))
 
 
 def test_bad_recipes_stop_with_one_line(recipe_file: Path, tmp_path: Path, forked: Processes) -> None:
