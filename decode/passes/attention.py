@@ -234,6 +234,15 @@ class Attention:
         near = self.plain(visible_BQS & near_BQS, dtype)
         return _by_kind(full, near) if self.mixed else near
 
+    def of_rows(self, mask: Any, rows: int) -> Any:
+        """Return the `attention_mask` argument with a row for each text, which some layers require (XGLM).
+
+        `attend` takes one mask for all rows, and repeats it for grouped heads.
+        """
+        if isinstance(mask, dict):
+            return {kind: self.of_rows(of_kind, rows) for kind, of_kind in mask.items()}
+        return mask if mask is None or self.masked == GROUPED else mask.expand(rows, -1, -1, -1)
+
     def plain(self, mask_BQS: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the mask [B, 1, Q, S] in the model's form; valid for all layers while no window is exceeded."""
         mask = mask_BQS[:, None]

@@ -152,8 +152,11 @@ def _measured(model: PreTrainedModel) -> Capability:
     if passes == "native":
         own = "it takes its masks and positions from indices in the cache"
         return Capability(kind, no_trees=_structural(model) or own, no_ragged=own)
-    trees = _structural(model) or why_wrong(lambda: _tree_gap(model), model)
-    return Capability(kind, trees, why_wrong(lambda: rollback_gap(model, 2, rounds), model))
+    no_batches = why_wrong(lambda: rollback_gap(model, 2, rounds), model)
+    if trees := _structural(model) or why_wrong(lambda: _tree_gap(model, 2), model):
+        of_two, trees = trees, _structural(model) or why_wrong(lambda: _tree_gap(model, 1), model)
+        no_batches = no_batches or ("" if trees else of_two)
+    return Capability(kind, trees, no_batches)
 
 
 def _structural(model: PreTrainedModel) -> str:
@@ -176,14 +179,15 @@ def _slides_by_index(model: PreTrainedModel) -> bool:
     return "local" in getattr(text_config(model), "attention_layers", ())
 
 
-def _tree_gap(model: PreTrainedModel) -> float:
-    """Compare the children of two siblings: wrong for wrong positions and for wrong masks."""
-    context, tokens = random_tokens(model, context_of(model)), random_tokens(model, 4, seed=1)
+def _tree_gap(model: PreTrainedModel, rows: int) -> float:
+    """Compare the children of two siblings after texts of one length: wrong for wrong positions and for wrong masks."""
+    contexts = [random_tokens(model, context_of(model), seed=2 * row) for row in range(rows)]
+    tokens = random_tokens(model, 4, seed=1)
     draft = Draft(tuple(tokens), (-1, 0, -1, 2))
-    runner = reader(model, [context[:-1]])
-    read_NV = runner.tree(ids_of(model, [[context[-1], *tokens]]), [draft.parents])[0]
-    paths = [[*context, *(tokens[step] for step in draft.path(node))] for node in (1, 3)]
-    return float(difference(read_NV[[2, 4]], plain_logits(model, paths)[:, -1]))
+    runner = reader(model, [context[:-1] for context in contexts])
+    read_BNV = runner.tree(ids_of(model, [[context[-1], *tokens] for context in contexts]), [draft.parents])
+    paths = [[*text, *(tokens[step] for step in draft.path(node))] for text in contexts for node in (1, 3)]
+    return float(difference(read_BNV[:, [2, 4]].flatten(0, 1), plain_logits(model, paths)[:, -1]))
 
 
 def _generate_gap(model: PreTrainedModel) -> float:

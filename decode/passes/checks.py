@@ -31,9 +31,10 @@ HALF_TOLERANCE = 0.2
 """Relative to the standard deviation of the logits: above rounding, below the effect of a wrong position or mask."""
 CONTEXT, DRAFT = 6, 3
 """Tokens before a draft, and of the chain from its root on; fewer before it in a shorter context."""
-ROUNDS = ((1, 2), (1, 1))
-"""Committed tokens of two texts in each round."""
-MANY_ROUNDS = ((1, 2), (2, 1), *[(2, 2)] * 7, (3, 2), (1, 3))
+ROUNDS = ((1, 3), (1, 1))
+"""Committed tokens of two texts in each round; the second one begins two tokens shorter, and the last round with texts
+of one length."""
+MANY_ROUNDS = ((1, 2), (2, 1), *[(2, 2)] * 7, (3, 2), (1, 3), (1, 2), (1, 1))
 """More than a mixer, or a copied cache, reads again in one pass; most drafts are discarded in part."""
 
 
@@ -117,7 +118,7 @@ def reader(model: PreTrainedModel, contexts: list[list[int]]) -> ModelRunner:
 def rollback_gap(model: PreTrainedModel, rows: int, rounds: tuple[tuple[int, int], ...] = MANY_ROUNDS) -> float:
     """Return the largest difference between chains after discarded drafts and plain forward passes over the texts.
 
-    `rows`: 1, or 2 for a batch of texts of different lengths.
+    `rows`: 1, or 2 for a batch of texts, at first of different lengths.
     """
     before = context_of(model) - 1
     length = before + sum(max(counts) for counts in rounds)

@@ -100,7 +100,7 @@ class EagerPasses:
         self.cache.aim(reading.starts, reading.width)
         positions_BQ = reading.positions(self.last_position)
         visible_BQS = self.visible(reading)
-        mask = self._mask(reading, positions_BQ, visible_BQS)
+        mask = self._attention.of_rows(self._mask(reading, positions_BQ, visible_BQS), len(reading.starts))
         if self.shift_B1 is not None:
             positions_BQ = positions_BQ + self.shift_B1
         inputs: dict[str, Any] = {"use_cache": True, **self._inputs(reading, mask)}

@@ -361,7 +361,13 @@ def test_a_drafter_that_is_gone_is_measured_and_saved_again(
     assert f"there is no {drafter}" in " ".join(capfd.readouterr().err.split())
 
 
-SMALL = ("drafter.draft_vocab_size=20", "train.schedule=constant", "train.evaluate_every=2", "train.checkpoint_every=2", "evaluation.count=1")
+SMALL = (
+    "drafter.draft_vocab_size=20",
+    "train.schedule=constant",
+    "train.evaluate_every=2",
+    "train.checkpoint_every=2",
+    "evaluation.count=1",
+)
 
 
 @pytest.mark.parametrize("place", ["output", "continue_from", "start_from"])

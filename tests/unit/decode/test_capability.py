@@ -26,14 +26,16 @@ from transformers import (
     ReformerModelWithLMHead,
     RobertaConfig,
     RobertaForCausalLM,
+    XGLMConfig,
+    XGLMForCausalLM,
     XLMConfig,
     XLMWithLMHeadModel,
 )
 
 from draftsmith.decode.cache.rollback import cache_name
 from draftsmith.decode.decoder import SpeculativeDecoder
-from draftsmith.decode.passes.attention import passes_of
-from draftsmith.decode.passes.capability import capability_of
+from draftsmith.decode.passes.attention import Attention, passes_of
+from draftsmith.decode.passes.capability import Capability, capability_of
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel
@@ -73,6 +75,56 @@ def make_falcon(dtype: torch.dtype = torch.float32) -> FalconForCausalLM:
 def test_a_llama_reads_trees_and_ragged_batches() -> None:
     capability = capability_of(make_llama())
     assert (capability.kind, capability.no_trees, capability.no_ragged) == ("llama", "", "")
+
+
+def make_xglm() -> XGLMForCausalLM:
+    """Its layers require a mask with a row for each text."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, "init_std": 0.3}
+    ends = {"bos_token_id": 2, "eos_token_id": None, "pad_token_id": 0}
+    return XGLMForCausalLM(XGLMConfig(**sizes, **ends, max_position_embeddings=96, scale_embedding=False)).eval()
+
+
+EQUAL = [[3, 4, 5], [6, 7, 8], [9, 10, 11]]
+
+
+def assert_texts_are_those_of_generate(target: PreTrainedModel, policy: str) -> None:
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+    drafter = DraftModel.from_target(target, num_hidden_layers=1, init="target_layers").eval()
+    outputs = SpeculativeDecoder(target, drafter, policy=policy).generate_batch(EQUAL, max_new_tokens=12)
+    for prompt, output in zip(EQUAL, outputs, strict=True):
+        ids = torch.tensor([prompt])
+        made: Any = target.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        assert output.tokens == made[0, 3:].tolist()
+
+
+@pytest.mark.parametrize(
+    "policy", ["chain:draft_length=3", "best-first:size=6,depth=2", "sampled-tree:width=4,depth=2"]
+)
+def test_equally_long_texts_of_layers_that_require_a_mask_for_each(policy: str) -> None:
+    target = make_xglm()
+    assert capability_of(target) == Capability("xglm")
+    assert_texts_are_those_of_generate(target, policy)
+
+
+@pytest.mark.parametrize("fails", ["chains", "trees"])
+def test_a_model_that_fails_with_equally_long_texts_reads_them_one_by_one(
+    fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chains of three tokens, and trees of five, have masks of one row."""
+    target = make_xglm()
+    target.config.description = fails  # measured here, not taken from another test
+    of_rows = Attention.of_rows
+
+    def one_row(attention: Attention, mask: Any, rows: int) -> Any:
+        is_tree = mask is not None and mask.shape[2] == 5
+        return mask if is_tree == (fails == "trees") else of_rows(attention, mask, rows)
+
+    monkeypatch.setattr(Attention, "of_rows", one_row)
+    capability = capability_of(target)
+    assert capability.no_trees == ""
+    assert "Attention mask should be of size" in capability.no_ragged
+    assert_texts_are_those_of_generate(target, "best-first:size=6,depth=2")
 
 
 CACHE = cache_name(signature(LlamaForCausalLM.forward).parameters)
