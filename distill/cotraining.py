@@ -21,21 +21,24 @@ from transformers import PreTrainedModel
 from draftsmith.distill.draft_probabilities import LmHead, at_least_float32
 from draftsmith.distill.losses import forward_kl
 from draftsmith.distill.objective import Part, summed_loss
-from draftsmith.errors import ConfigError
+from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.hidden_states import final_states
 from draftsmith.heads.lm_head import logits_head
 from draftsmith.heads.lora import ALPHA, add_lora, without_lora
+from draftsmith.heads.untrusted import first_of
 from draftsmith.provenance import fingerprint, model_fingerprints
 from draftsmith.reading import read_json
 from draftsmith.storage import write_json
 
+MERGE = "or merge the adapter into its base model (peft: merge_and_unload, then save_pretrained) and name that folder"
 LORA: dict[str, tuple] = {
     "peft_type": ("LORA",),
     "init_lora_weights": (True, False, None),
+    **dict.fromkeys(("use_dora", "lora_bias", "use_qalora"), (False, None)),
     **dict.fromkeys(("megatron_config", "layer_replication", "modules_to_save", "trainable_token_indices"), (None,)),
-    **dict.fromkeys(("rank_pattern", "loftq_config"), ({}, None)),
+    **dict.fromkeys(("rank_pattern", "loftq_config"), (None,)),
 }
-"""Keys of an adapter's config with their allowed values, which need nothing but the adapter weights."""
+"""Keys of an adapter's config with their allowed values, which need nothing but the adapter weights; empty: None."""
 CONFIG, WEIGHTS, QUALITY = "adapter_config.json", "adapter_model.safetensors", "quality.json"
 
 # Shapes: B texts, T positions, N tokens, H hidden size, V vocabulary.
@@ -105,9 +108,38 @@ def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     known = [adapted_fingerprint(base, tensors) for base in model_fingerprints(model)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # about a call from peft to transformers
-        merged = PeftModel.from_pretrained(model, folder, use_safetensors=True).merge_and_unload()
+        merged = _adapted(model, folder).merge_and_unload()
     merged.draftsmith_fingerprints = known
     return merged
+
+
+def _adapted(model: PreTrainedModel, folder: Path) -> Any:
+    """Return peft's model with the adapter; ConfigError where an adapter has no tensor, or a tensor no layer.
+
+    `PeftModel.from_pretrained` would leave the base model's layers as they are, after a warning.
+    """
+    names: dict[str, str] = getattr(model, "_checkpoint_conversion_mapping", {})
+    try:
+        config = LoraConfig.from_pretrained(str(folder), inference_mode=True)
+        for key in ("rank_pattern", "alpha_pattern", "loftq_config"):
+            setattr(config, key, getattr(config, key) or {})  # peft reads their keys
+        adapted = PeftModel(model, config)
+        read = adapted.load_adapter(str(folder), "default", key_mapping=names)
+    except Exception as error:  # peft raises errors without a common base
+        expected = f"expected an adapter of {type(model).__name__}"
+        raise ConfigError(
+            f"target={folder}: its adapter does not fit the base model ({reason_of(error, whole=True)}); {expected}"
+        ) from error
+    for problem, keys in (
+        ("holds no tensor", read.missing_keys),
+        ("holds, for no layer of the base model,", read.unexpected_keys),
+    ):
+        if keys:
+            listed = first_of(sorted(key.replace(".default.", ".") for key in keys))
+            raise ConfigError(
+                f"target={folder}: {WEIGHTS} {problem} {listed}; expected an adapter of {type(model).__name__}"
+            )
+    return adapted
 
 
 def _require_lora(folder: Path) -> None:
@@ -117,11 +149,14 @@ def _require_lora(folder: Path) -> None:
     """
     config, file = read_json(folder / CONFIG), folder / WEIGHTS
     for key, allowed in LORA.items():
-        if config.get(key) not in allowed:
+        value = config.get(key)
+        if (None if value in ([], {}) else value) not in allowed:
             expected = " or ".join(map(repr, allowed))
-            raise ConfigError(f"target={folder}: {key}={config.get(key)!r} in {CONFIG}; expected {expected}")
+            raise ConfigError(f"target={folder}: {key}={value!r} in {CONFIG}; expected {expected}, {MERGE}")
     if not file.is_file():
-        raise ConfigError(f"target={folder} holds no {WEIGHTS}; expected adapters in safetensors: pickled are not read")
+        raise ConfigError(
+            f"target={folder} holds no {WEIGHTS}; expected adapters in safetensors (pickled are not read), {MERGE}"
+        )
     rank = config.get("r")
     try:
         with safe_open(file, framework="pt") as tensors:
@@ -131,7 +166,8 @@ def _require_lora(folder: Path) -> None:
     for name, shape in shapes.items():
         side = 0 if ".lora_A." in name else 1 if ".lora_B." in name else None
         if side is None or len(shape) != 2 or shape[side] != rank:
-            raise ConfigError(f"target={folder}: tensor {name} {shape}; expected a LoRA of rank r={rank} in {CONFIG}")
+            expected = f"expected a LoRA of rank r={rank} in {CONFIG}, on linear layers"
+            raise ConfigError(f"target={folder}: tensor {name} {shape}; {expected}, {MERGE}")
 
 
 def adapted_fingerprint(base: str, tensors: dict[str, Tensor]) -> str:

@@ -26,7 +26,7 @@ from draftsmith.distill.cotraining import adapter_base, is_adapter, with_adapter
 from draftsmith.distill.embedded import embedded_target
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.model_config import eos_tokens
-from draftsmith.heads.untrusted import require_whole_model
+from draftsmith.heads.untrusted import load_all_weights, require_whole_model
 from draftsmith.names import EMBEDDED, check_attention, check_target_name
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -230,8 +230,8 @@ def _read(
     stored = stored if isinstance(stored, torch.dtype) else None
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else decoder_class(config, images)
     attention = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    options = {**options, **attention, "dtype": DTYPES[dtype], "use_safetensors": True}
-    return auto.from_pretrained(source, **options), tokenizer, stored
+    options = {**options, **attention, "dtype": DTYPES[dtype]}
+    return load_all_weights("target", source, auto, **options), tokenizer, stored
 
 
 def decoder_class(config: PreTrainedConfig, images: bool) -> Any:

@@ -9,11 +9,12 @@ import json
 import math
 import os.path
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import torch
 from huggingface_hub import snapshot_download
@@ -23,7 +24,6 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.utils import logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -224,21 +224,50 @@ def require_whole_model(key: str, name: str, revision: str | None = None) -> Non
         raise ConfigError(f"{key}={name} holds an adapter_config.json; expected {expected}")
 
 
-def load_all_weights(key: str, name: str | Path, auto: type[_BaseAutoModelClass], **options: Any) -> PreTrainedModel:
+NO_SAFETENSORS = re.compile(r"(no|not appear to have a) file named model\.safetensors")
+"""transformers' errors for a folder and for a repository without safetensors."""
+
+
+def load_all_weights(key: str, name: str | Path, auto: Any, **options: Any) -> PreTrainedModel:
     """Return `auto.from_pretrained(name)`; raise ConfigError if a tensor is missing or has another shape.
 
     transformers would initialise such tensors randomly, or stop, after a report of many lines that is not shown here.
+    One line names tensors that the model does not have.
     """
     required = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    require_countable(f"{key}={name}: config.json", PreTrainedConfig.get_config_dict(name)[0])
-    with without_warnings():
-        # With output_loading_info the result is a pair, unlike its annotation.
-        model, info = cast(tuple[PreTrainedModel, dict[str, Any]], auto.from_pretrained(name, **required, **options))
-    for tensor in sorted(info["missing_keys"]):
-        raise ConfigError(f"{key}={name} holds no tensor {tensor}; expected all of its weights")
+    config, _ = PreTrainedConfig.get_config_dict(name, revision=options.get("revision"))
+    require_countable(f"{key}={name}: config.json", config)
+    try:
+        with without_warnings():
+            model, info = auto.from_pretrained(name, **required, **options)
+    except OSError as error:
+        if not NO_SAFETENSORS.search(str(error)):
+            raise
+        raise ConfigError(
+            f"{key}={name} holds no model.safetensors; expected one: pickled weights (.bin, .pt) are not read. Load "
+            "them once with transformers (use_safetensors=False), and name the folder that its save_pretrained writes"
+        ) from error
     for tensor, stored, expected in sorted(info["mismatched_keys"]):
         raise ConfigError(f"{key}={name}: {tensor} has shape {list(stored)}; expected {list(expected)} by its config")
+    missing, others = _missing(model, info["missing_keys"]), sorted(info["unexpected_keys"])
+    unread = f"{first_of(others)}, which {type(model).__name__} does not have"
+    if missing:
+        instead = f", and holds {unread}" if others else ""
+        raise ConfigError(f"{key}={name} holds no tensor {first_of(missing)}{instead}; expected all of its weights")
+    if others:
+        warnings.warn(f"{key}={name} holds {unread}: not read", stacklevel=2)
     return model
+
+
+def _missing(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Return the names of tensors that a model cannot do without: all but buffers of indices and masks."""
+    made = {name for name, buffer in model.named_buffers() if not buffer.is_floating_point()}
+    return sorted(set(names) - made)
+
+
+def first_of(names: Sequence[str], most: int = 3) -> str:
+    """Return the first names as a list in words, and the number of the others."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
 
 
 LARGEST_JSON = 8 * 2**20

@@ -1,10 +1,17 @@
 """Targets by name; adapters, with the tokenizer and the chat template that were saved with them."""
 
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from conftest import make_llama
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.distill.load_target import load_ends, load_target, load_tokenizer
@@ -82,3 +89,152 @@ def test_a_target_has_the_given_attention_implementation(tiny_target_folder: Pat
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match=r"attn_implementation=flash_attention_2; expected one that target="):
             load_target(name, attn_implementation="flash_attention_2", dtype="bfloat16")
+
+
+Weights = dict[str, Tensor]
+
+
+def rewrite(file: Path, change: Callable[[Weights], Weights]) -> None:
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+
+
+def without_mlps(weights: Weights) -> Weights:
+    return {name: weight for name, weight in weights.items() if ".mlp." not in name}
+
+
+def with_prefix(weights: Weights) -> Weights:
+    return {f"module.{name}": weight for name, weight in weights.items()}
+
+
+def with_a_short_matrix(weights: Weights) -> Weights:
+    name = "model.layers.1.mlp.up_proj.weight"
+    return weights | {name: weights[name][:-1].contiguous()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            without_mlps,
+            r"holds no tensor model\.layers\.0\.mlp\.down_proj\.weight, .* and 3 more; expected all of its weights",
+        ),
+        (with_prefix, r"holds no tensor lm_head\.weight, .* and holds module\.lm_head\.weight, .*, which LlamaForC"),
+        (with_a_short_matrix, r"1\.mlp\.up_proj\.weight has shape \[\d+, 32\]; expected \[\d+, 32\] by its config"),
+    ],
+)
+def test_a_target_without_all_of_its_weights_is_refused(
+    change: Callable[[Weights], Weights], message: str, adapter: Path, tiny_target_folder: Path, tmp_path: Path
+) -> None:
+    """transformers would fill in random ones. The same holds for the base model of an adapter."""
+    folder = copied(tiny_target_folder, tmp_path / "target")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(folder)}))
+    assert load_target(str(adapter)).name == str(adapter)
+    rewrite(folder / "model.safetensors", change)
+    for name in (folder, adapter):
+        with pytest.raises(ConfigError, match=rf"target={folder}.*{message}"):
+            load_target(str(name))
+
+
+def test_tied_weights_are_not_missing_and_tensors_of_no_layer_are_named(
+    tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    model = make_llama(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path), tiny_tokenizer.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    assert "lm_head.weight" not in load_file(file)
+    ids = torch.arange(3, 20)[None]
+    assert torch.equal(load_target(str(tmp_path), device="cpu").model(ids).logits, model(ids).logits)
+    assert not [warning for warning in recwarn if "not read" in str(warning.message)]
+    rewrite(file, lambda weights: weights | {"vision.weight": torch.ones(2)})
+    with pytest.warns(UserWarning, match="/.* holds vision.weight, which LlamaForCausalLM does not have: not read"):
+        load_target(str(tmp_path))
+
+
+def test_pickled_weights_are_refused_with_the_remedy(tiny_target_folder: Path, tmp_path: Path) -> None:
+    folder = copied(tiny_target_folder, tmp_path / "target")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"pickled weights \(\.bin, \.pt\) are not read\. Load them once with transf"):
+        load_target(str(folder))
+
+
+def of_another_layout(weights: Weights) -> Weights:
+    return {name.replace("model.layers", "transformer.h"): weight for name, weight in weights.items()}
+
+
+def without_a_layer(weights: Weights) -> Weights:
+    return {name: weight for name, weight in weights.items() if ".layers.1." not in name}
+
+
+def with_a_layer_more(weights: Weights) -> Weights:
+    more = {name.replace(".1.", ".2."): weight.clone() for name, weight in weights.items() if ".layers.1." in name}
+    return weights | more
+
+
+def of_a_wider_model(weights: Weights) -> Weights:
+    return {n: torch.cat([w, w], 1 if ".lora_A." in n else 0) for n, w in weights.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            of_another_layout,
+            r"holds no tensor base_model\.model\.model\.layers\.0\.self_attn\.q_proj\.lora_A\.weight, ",
+        ),
+        (without_a_layer, r"holds no tensor base_model\.model\.model\.layers\.1\.self_attn\.q_proj\.lora_A\.weight, "),
+        (with_a_layer_more, r"for no layer of the base model, base_model\.model\.model\.layers\.2\..*; expected an ad"),
+        (of_a_wider_model, r"its adapter does not fit the base model \(.*size mismatch .*; expected an adapter of Lla"),
+    ],
+)
+def test_an_adapter_of_other_layers_is_refused(
+    change: Callable[[Weights], Weights], message: str, adapter: Path
+) -> None:
+    """peft would leave the base model's layers as they are."""
+    rewrite(adapter / "adapter_model.safetensors", change)
+    with pytest.raises(ConfigError, match=message):
+        load_target(str(adapter))
+
+
+def test_an_adapter_on_layers_that_the_target_lacks_is_refused(adapter: Path) -> None:
+    rewrite_config(adapter, target_modules=["c_attn"])
+    with pytest.raises(ConfigError, match=r"its adapter does not fit the base model \(.*c_attn"):
+        load_target(str(adapter))
+
+
+@pytest.mark.parametrize("empty", [None, [], {}])
+def test_empty_values_of_an_adapters_config_mean_none(empty: Any, adapter: Path) -> None:
+    expected = load_target(str(adapter)).model(torch.arange(3, 20)[None]).logits
+    rewrite_config(adapter, modules_to_save=empty, rank_pattern=empty, loftq_config=empty)
+    assert torch.equal(load_target(str(adapter)).model(torch.arange(3, 20)[None]).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_dora": True}, r"use_dora=True in adapter_config\.json; expected False or None, or merge the adapter"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\] in .*; expected None, or merge the adapter"),
+        (
+            {"target_modules": ["embed_tokens"]},
+            r"embed_tokens\.lora_embedding_A .* on linear layers, or merge the adap",
+        ),
+    ],
+)
+def test_adapters_that_are_not_read_are_refused_with_the_remedy(
+    settings: dict[str, Any], message: str, tiny_target_folder: Path, tmp_path: Path
+) -> None:
+    base = LlamaForCausalLM.from_pretrained(tiny_target_folder)
+    lora = LoraConfig(**{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **settings})
+    get_peft_model(base, lora).save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    with pytest.raises(ConfigError, match=message):
+        load_target(str(tmp_path / "adapter"))
+
+
+def rewrite_config(adapter: Path, **values: Any) -> None:
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def copied(folder: Path, to: Path) -> Path:
+    return Path(shutil.copytree(folder, to))

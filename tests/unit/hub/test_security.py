@@ -396,6 +396,6 @@ def test_our_code_reads_no_pickle_and_runs_no_text() -> None:
             assert called not in ("torch.load", "torch.save", "eval", "exec", "yaml.load", "np.load"), where
             assert "allow_pickle" not in given, where
             if called.endswith(".from_pretrained"):
-                assert {"trust_remote_code", None} & given or called == "PeftModel.from_pretrained", where
-                loads = not called.startswith(("AutoConfig", "AutoProcessor", "AutoTokenizer"))
+                assert {"trust_remote_code", None} & given or called == "LoraConfig.from_pretrained", where
+                loads = not called.startswith(("AutoConfig", "AutoProcessor", "AutoTokenizer", "LoraConfig"))
                 assert not loads or {"use_safetensors", None} & given, where
