@@ -79,9 +79,9 @@ class SourceSection(Section):
     share: Annotated[Number, Field(ge=0, le=1e9)] = 1.0
     """Part of the samples, relative to the sum of all shares; 0 leaves the source out."""
     subset: str | None = None
-    """Configuration of a Hub data set."""
+    """Configuration of a Hub data set; of a local folder, a folder inside it."""
     split: str = "train"
-    """Split of a Hub data set."""
+    """Split of a Hub data set, or of a local folder whose files name splits; files that name none are of train."""
     response: Literal["target", "text"] | None = None
     """As `data.response`, which is the default."""
     kind: Kind | None = None
@@ -168,9 +168,9 @@ class DataSection(Section):
     (ShareGPT), `turns`, `prompt`, `question`, `instruction` or `text`, or `input_ids` with `loss_mask`. Or a list of
     such sources with shares of `data.count`."""
     subset: str | None = None
-    """Configuration of a Hub data set."""
+    """Configuration of a Hub data set; of a local folder, a folder inside it."""
     split: str = "train"
-    """Split of a Hub data set."""
+    """Split of a Hub data set, or of a local folder whose files name splits; files that name none are of train."""
     kind: Kind | None = None
     """With 'self', ask for one kind of prompts by a system prompt before the user's turn; None: what comes to it."""
     count: Count = 1000

@@ -11,10 +11,11 @@ from draftsmith.errors import ConfigError, reason_of
 from draftsmith.reading import read_json
 
 EMBEDDED = "embedded"
-LINES = (".jsonl", ".ndjson", ".jsonl.gz")
-TABLES = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
-KNOWN = (*LINES, ".json", ".txt", *TABLES)
-"""Ends of the names of prompt files: of JSON lines, of tables, and all."""
+TEXTS = (".jsonl", ".ndjson", ".json", ".txt", ".csv")
+TABLES = {".parquet": "parquet", ".arrow": "arrow"}
+COMPRESSED = (".gz", ".bz2", ".xz")
+KNOWN = (*TEXTS, *TABLES, *(text + end for text in TEXTS for end in COMPRESSED))
+"""Ends of the names of prompt files: of texts, which may be compressed, of tables, and all."""
 PLAIN = "plain"
 TEMPLATES = ("vicuna", PLAIN)
 """Chat templates in `distill/templates`, and the name for none: the texts of the messages, joined by line breaks."""

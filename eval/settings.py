@@ -205,9 +205,9 @@ class Settings(PairSettings):
     """Settings of a measurement; runs with equal settings can be continued and compared."""
 
     subset: str | None = None
-    """Configuration of a Hub data set."""
+    """Configuration of a Hub data set; of a local folder, a folder inside it."""
     split: str = "train"
-    """Split of a Hub data set."""
+    """Split of a Hub data set, or of a local folder whose files name splits; files that name none are of train."""
     max_new_tokens: Count = 96
     """Most new tokens per turn."""
     draft_lengths: Annotated[Counts, Option("--gamma")] = ()

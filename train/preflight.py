@@ -34,9 +34,9 @@ def preflight(recipe: Recipe, *, training: bool) -> None:
         require_quantization(recipe.target.quantization, recipe.target.dtype)
     if recipe.data.chat_template is not None:
         template_text(recipe.data.chat_template)
-    for source in (*sources_of(recipe.data.prompts), *sources_of(recipe.evaluation.prompts)):
+    for source in (*recipe.data.sources, *sources_of(recipe.evaluation.prompts)):
         if source.prompts not in (EMBEDDED, SELF):
-            _require_readable(source.prompts)
+            _require_readable(str(source.prompts), source.subset, source.split)
 
 
 def _require_tracker(tracker: str) -> None:
@@ -53,9 +53,9 @@ def _require_compiler(recipe: Recipe) -> None:
         )
 
 
-def _require_readable(source: str) -> None:
+def _require_readable(source: str, subset: str | None, split: str) -> None:
     """Read every row of a local file of prompts; data sets on the Hub are checked when they are downloaded."""
     if Path(source).expanduser().exists() or prompts_look_local(source):
-        for place, row in read_source(source):
+        for place, row in read_source(source, subset, split):
             with suppress(EmptyConversation):  # left out, and counted, when the data are read
                 conversation(place, row)

@@ -1,20 +1,22 @@
 """Formats of conversations, and the tokens of them that are trained on."""
 
+import bz2
 import gzip
 import json
+import lzma
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.distill.chat_template import Chat, EncodedText, template_text
 from draftsmith.distill.conversation import conversation
-from draftsmith.distill.sources import read_source
+from draftsmith.distill.sources import has_answers, read_source, source_stamp
 from draftsmith.errors import ConfigError
 
 USER, ANSWER = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}
@@ -85,6 +87,120 @@ def test_every_kind_of_file_is_read(tmp_path: Path) -> None:
     assert len(read(tmp_path)) == 12, "a folder is all of its files"
     Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
     assert [row for _, row in read(tmp_path / "saved")] == rows
+
+
+def prompts_in(folder: Path, **how: str) -> list[str]:
+    return [row["prompt"] for _, row in read_source(str(folder), **how)]
+
+
+def write_rows(folder: Path, *names: str) -> None:
+    """Write files of one row, whose prompt is the file's name."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps({"prompt": name}))
+
+
+def test_hidden_files_and_descriptions_of_data_sets_are_not_rows(tmp_path: Path) -> None:
+    write_rows(tmp_path, "rows.jsonl", "more/rows.jsonl", "config.json", "more/dataset_infos.json", "dataset_info.json")
+    kept = ["more/rows.jsonl", "rows.jsonl"]
+    assert prompts_in(tmp_path) == kept
+    before = source_stamp(str(tmp_path))
+    write_rows(
+        tmp_path, ".ipynb_checkpoints/rows-checkpoint.jsonl", ".rows.jsonl", "__MACOSX/rows.jsonl", "more/.x/a.json"
+    )
+    assert prompts_in(tmp_path) == kept
+    assert source_stamp(str(tmp_path)) == before
+    visible = tmp_path / ".hidden" / "data"  # named by the user
+    write_rows(visible, "rows.jsonl")
+    assert prompts_in(visible) == ["rows.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("names", "splits"),
+    [
+        (["test.jsonl", "train.jsonl"], {"train": ["train.jsonl"], "test": ["test.jsonl"]}),
+        (["dev.jsonl", "rows.jsonl"], {"train": ["rows.jsonl"], "validation": ["dev.jsonl"], "dev": ["dev.jsonl"]}),
+        (["test/a.jsonl", "train/a.jsonl"], {"train": ["train/a.jsonl"], "test": ["test/a.jsonl"]}),
+        (
+            ["latest.jsonl", "contest/a.jsonl"],
+            {"train": ["contest/a.jsonl", "latest.jsonl"], "latest": ["latest.jsonl"]},
+        ),
+        (
+            ["test_sft-00000-of-00001.jsonl", "train_gen-00000-of-00001.jsonl", "train_sft-00000-of-00001-ab.jsonl"],
+            {"train_sft": ["train_sft-00000-of-00001-ab.jsonl"], "test_sft": ["test_sft-00000-of-00001.jsonl"]},
+        ),
+        (
+            ["my-eval.v2.jsonl", "my-train.v2.jsonl"],
+            {"train": ["my-train.v2.jsonl"], "evaluation": ["my-eval.v2.jsonl"]},
+        ),
+    ],
+)
+def test_files_of_other_splits_are_not_read(names: list[str], splits: dict[str, list[str]], tmp_path: Path) -> None:
+    """Else the rows of a test split are trained on."""
+    folder = tmp_path / "test"  # the folder's own name is no split
+    write_rows(folder, *names)
+    for split, expected in splits.items():
+        assert prompts_in(folder, split=split) == expected
+        assert has_answers(str(folder), None, split) is False
+    assert len({str(source_stamp(str(folder), None, split)) for split in splits}) == len(splits)
+    with pytest.raises(ConfigError, match=r"test has no file of the split 'train_x'; expected one of \w+"):
+        prompts_in(folder, split="train_x")
+
+
+def test_a_saved_data_set_is_read_by_split_and_a_folder_by_subset(tmp_path: Path) -> None:
+    data = {name: Dataset.from_list([{"prompt": name}]) for name in ("train", "test")}
+    DatasetDict(data).save_to_disk(tmp_path / "saved")
+    assert [prompts_in(tmp_path / "saved", split=name) for name in data] == [["train"], ["test"]]
+    with pytest.raises(ConfigError, match="saved has no split 'dev'; expected one of train, test"):
+        prompts_in(tmp_path / "saved", split="dev")
+    write_rows(tmp_path / "gsm", "main/train.jsonl", "socratic/train.jsonl", "socratic/test.jsonl")
+    assert prompts_in(tmp_path / "gsm", subset="socratic") == ["socratic/train.jsonl"]
+    for source, message in {
+        "gsm": r"subset 'x'; expected one of \['main', 'socratic'\]",
+        "gsm/main/train.jsonl": "is a f",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            prompts_in(tmp_path / source, subset="x")
+
+
+def test_cells_of_csv_are_text(tmp_path: Path) -> None:
+    """pandas would read some words as missing, and numbers and truth values without their spelling."""
+    cells = ["None", "NA", "null", "nan", "N/A", "007", "1.0", "True", "yes, no", 'a "b"', "two\nlines", "#"]
+    (tmp_path / "p.csv").write_text(
+        "prompt,completion,system\n"
+        + "".join(f'"q {n}","{cell.replace(chr(34), 2 * chr(34))}",\n' for n, cell in enumerate(cells))
+    )
+    assert [row for _, row in read(tmp_path / "p.csv")] == [
+        {"prompt": f"q {n}", "completion": cell} for n, cell in enumerate(cells)
+    ]
+    assert has_answers(str(tmp_path / "p.csv"))
+    assert read(tmp_path / "p.csv")[0][0] == f"{tmp_path / 'p.csv'}:2"
+    (tmp_path / "p.csv").write_text("\ufeffprompt,completion\r\na,b\r\n\r\nc\r\n", newline="")
+    assert [row for _, row in read(tmp_path / "p.csv")] == [{"prompt": "a", "completion": "b"}, {"prompt": "c"}]
+    for text, message in {"a\n1,2\n": r"p\.csv:2: more cells than", 'a\n1\n"2': r"p\.csv:3: not CSV"}.items():
+        (tmp_path / "p.csv").write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            read(tmp_path / "p.csv")
+
+
+def test_compressed_texts_are_read_and_others_refused(tmp_path: Path) -> None:
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    texts = {".jsonl": "\n".join(map(json.dumps, rows)), ".json": json.dumps(rows), ".csv": "prompt\na\nb\n"}
+    for end, opener in {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.items():
+        for kind, text in texts.items():
+            with opener(tmp_path / f"p{kind}{end}", "wt") as out:
+                out.write(text)
+            assert [row for _, row in read(tmp_path / f"p{kind}{end}")] == rows
+        damaged = tmp_path / f"q.txt{end}"
+        damaged.write_bytes((tmp_path / f"p.csv{end}").read_bytes()[:-6])
+        with pytest.raises(ConfigError, match=r"cannot be read as text"):
+            read(damaged)
+        damaged.unlink()
+    assert len(read(tmp_path)) == 18
+    for name in ("p.jsonl.zst", "p.zip"):
+        (tmp_path / name).write_bytes(b"\xff")
+        with pytest.raises(ConfigError, match=rf"{name} is compressed; expected it decompressed, or a text as \.gz"):
+            read(tmp_path / name)
 
 
 @pytest.mark.parametrize(
