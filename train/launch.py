@@ -122,6 +122,21 @@ def precision(recipe: Recipe) -> str:
     return "bf16" if bf16_is_fast(device) else "no"
 
 
+def unused_settings(recipe: Recipe) -> list[str]:
+    """Return a line for each setting of accelerate's launch or config file in whose place the recipe's is used."""
+    train, environment = recipe.train, os.environ
+    given = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    parts = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")  # DeepSpeed's may be 'auto'
+    own, lines = precision(recipe), []
+    if given not in ("no", own):
+        used = f"train.mixed_precision={train.mixed_precision}" + f", here {own}" * (train.mixed_precision == "auto")
+        lines.append(f"launch: mixed_precision={given} is not used; the recipe has {used}")
+    if parts.isdecimal() and int(parts) not in (1, train.gradient_accumulation):
+        used = f"train.gradient_accumulation={train.gradient_accumulation}"
+        lines.append(f"launch: gradient_accumulation_steps={parts} is not used; the recipe has {used}")
+    return lines
+
+
 def _enabled(variable: str) -> bool:
     return os.environ.get(variable, "false").lower() == "true"
 

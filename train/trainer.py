@@ -18,7 +18,7 @@ from draftsmith.heads.model_config import context_limit, start_token
 from draftsmith.train.continuation import with_section
 from draftsmith.train.engine import reduced
 from draftsmith.train.first_batch import start_drafter
-from draftsmith.train.launch import RunContext, make_accelerator
+from draftsmith.train.launch import RunContext, make_accelerator, unused_settings
 from draftsmith.train.launch_variables import launch_variables
 from draftsmith.train.learning_rates import described, learning_rate, target_width, with_rate
 from draftsmith.train.non_finite import failure
@@ -109,7 +109,8 @@ class TrainingRun:
         self.console = context.console
         self.estimate = announce_memory(context)
         self.memory = MemoryMeter(accelerator.device)  # after the estimate, whose own memory does not count
-        self.console.say(described(recipe, target_width(recipe)))
+        for line in (described(recipe, target_width(recipe)), *unused_settings(recipe)):
+            self.console.say(line)
         parts = load_parts(context)
         self.target, self.drafter, self.teacher = parts.target, parts.drafter, parts.teacher
         self.draft_length, self.data = parts.draft_length, parts.data

@@ -58,6 +58,36 @@ def test_a_deepspeed_config_gets_the_recipes_values(
 
 
 @pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, []),
+        ({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}, []),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}, []),  # the recipe's
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto"}, []),
+        (
+            {"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"},
+            [
+                "launch: mixed_precision=fp16 is not used; the recipe has train.mixed_precision=bf16",
+                "launch: gradient_accumulation_steps=4 is not used; the recipe has train.gradient_accumulation=2",
+            ],
+        ),
+    ],
+)
+def test_settings_of_the_launch_that_are_not_used_are_named(
+    environment: dict[str, str], expected: list[str], recipe_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    recipe = load_recipe(str(recipe_file), ["train.mixed_precision=bf16", "train.gradient_accumulation=2"])
+    assert launching.unused_settings(recipe) == expected
+    monkeypatch.setattr(launching, "bf16_is_fast", lambda device: False)
+    lines = launching.unused_settings(load_recipe(str(recipe_file), ["train.mixed_precision=auto"]))
+    given = environment.get("ACCELERATE_MIXED_PRECISION", "no")
+    auto = f"launch: mixed_precision={given} is not used; the recipe has train.mixed_precision=auto, here no"
+    assert (auto in lines) == (given != "no")
+
+
+@pytest.mark.parametrize(
     ("overrides", "environment", "message"),
     [
         (["train.optimizer=muon"], DEEPSPEED, "train.optimizer='muon' under DeepSpeed; expected 'adamw'"),
