@@ -36,7 +36,7 @@ from draftsmith.provenance import fingerprint
 from draftsmith.storage import atomic_folder, cache_dir, hold_cache, write_json
 from draftsmith.terminal import clock
 
-VERSION = 5
+VERSION = 6
 REFUSED_FIRST = 100
 """Rows after which reading stops where the chat template has refused more than half of them."""
 MOST_REASONS = 10
@@ -123,7 +123,7 @@ def read_examples(
     limits = data.model_dump(include={"prompts", "count", "prompt_tokens", "response_tokens"})
     limits |= {"answered": data.answered, "every_turn": data.every_turn}
     limits |= {"train_on": "all"} if data.prompts_trained else {}
-    key = fingerprint([VERSION, stamp, chat.key(), limits, context])
+    key = fingerprint([VERSION, stamp, chat.key(), limits, context, chat.vocab_size])
     folder = cache_dir() / "examples" / key
     with nullcontext() if folder.is_dir() else hold_cache(folder):
         if not folder.is_dir():
@@ -199,6 +199,8 @@ def _examples(chat: Chat, data: DataSection, context: int | None, counts: RowCou
             counts.leave_out("have no trained token")
         for sample in samples:
             reason = _too_long(sample, data, context)
+            if reason is None and is_beyond(sample.input_ids, chat):
+                reason = f"have a token beyond the target's {chat.vocab_size} embeddings"
             if reason is None:
                 seen_images = json.loads(images)["content"] if images else None
                 turns = dialogue.turns if data.every_turn else None
@@ -260,6 +262,23 @@ def _too_long(sample: EncodedText, data: DataSection, context: int | None) -> st
         room = "" if sample.spans else f" with data.response_tokens={data.response_tokens} after them"
         return f"do not fit the target's context of {context}{room}"
     return None
+
+
+def is_beyond(ids: list[int], chat: Chat) -> bool:
+    """Return whether a text has a token that the target has no embedding for: its tokenizer may have more tokens."""
+    return chat.vocab_size is not None and max(ids, default=0) >= chat.vocab_size
+
+
+class BeyondEmbeddings(ConfigError):
+    """Raised for a text with a token that the target has no embedding for."""
+
+
+def require_embeddings(ids: list[int], chat: Chat, place: str) -> None:
+    """Raise `BeyondEmbeddings` with the text's place for the largest token that the target has no embedding for."""
+    if is_beyond(ids, chat):
+        token = chat.tokenizer.convert_ids_to_tokens(max(ids))
+        expected = f"expected text without it, whose ids are below the target's {chat.vocab_size} embeddings"
+        raise BeyondEmbeddings(f"{place}: token {max(ids)} ({token!r}); {expected}")
 
 
 def _turns(dialogue: Conversation, every_turn: bool) -> str:

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.distill.chat_template import LONGEST_TEXT, Chat, TemplateRefusal, TooLongText, characters
 from draftsmith.distill.conversation import Conversation, question
+from draftsmith.distill.dataset import BeyondEmbeddings, require_embeddings
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.messages import ASSISTANT
 from draftsmith.distill.sources import read_source
@@ -107,6 +108,7 @@ class PromptRows:
         *,
         count: int | None = None,
         context: int | None = None,
+        vocab_size: int | None = None,
         chat_template: str | None = None,
         template_options: dict[str, Any] | None = None,
         processor: Any = None,
@@ -115,9 +117,10 @@ class PromptRows:
         """Return at most `count` prompts as token ids (default: all of a file, 12 of the embedded text), and notes.
 
         Fewer prompts than rows are taken in turn from the categories, in the order of the file. Prompts whose first
-        question fills a context of `context` tokens, and those that the chat template refuses, are left out, which a
-        note says. `processor`: the target's, for prompts with images. `now`: the time for chat templates that show it;
-        default: the current one.
+        question fills a context of `context` tokens, those with a token that is no id below `vocab_size`, the number of
+        the target's embeddings, and those that the chat template refuses, are left out, which a note says.
+        `processor`: the target's, for prompts with images. `now`: the time for chat templates that show it; default:
+        the current one.
 
         Raises:
             ConfigError: naming the line of a prompt that cannot be encoded, or of the first one where all are left out
@@ -127,12 +130,13 @@ class PromptRows:
             rows = embedded_prompts(tokenizer, "heldout", count or 12, EMBEDDED_PROMPT_TOKENS, seed=1)
             return [Prompt(row.id, row.category, row.input_ids) for row in rows], []
         longest = LONGEST_TEXT if context is None else characters(context)
-        chat = Chat(tokenizer, chat_template, template_options or {}, longest, processor, now=now or datetime.now())
+        how: dict[str, Any] = {"longest": longest, "processor": processor, "vocab_size": vocab_size}
+        chat = Chat(tokenizer, chat_template, template_options or {}, **how, now=now or datetime.now())
         rows, prompts, unasked = _spread(self.rows, count), list[Prompt](), list[ConfigError]()
         for row in rows:
             try:
                 prompts.append(_tokens(row, chat, context))
-            except (TooLongText, TemplateRefusal) as error:
+            except (TooLongText, BeyondEmbeddings, TemplateRefusal) as error:
                 unasked.append(error)
         refused = [error for error in unasked if isinstance(error, TemplateRefusal)]
         if unasked and (not prompts or len(refused) > len(rows) / 2):
@@ -212,7 +216,8 @@ def _tokens(row: _Row, chat: Chat, context: int | None) -> Prompt:
         raise TooLongText(f"{asked.place}: prompt={len(ids)} tokens; expected fewer than the context of {context}")
     if not ids:
         raise ConfigError(f"{asked.place}: prompt=0 tokens; expected at least 1")
-    prompt.after([[]] * (turns - 1), chat)  # raises here for later turns that the template refuses
+    later = prompt.after([[]] * (turns - 1), chat)  # raises here for later turns that the template refuses
+    require_embeddings(later.input_ids, chat, asked.place)
     return prompt
 
 

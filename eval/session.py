@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.arguments import capabilities, require_readable
 from draftsmith.decode.policies import check_policy
@@ -15,7 +15,7 @@ from draftsmith.eval.settings import PairSettings
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.heads.configs import is_named, parse_named
-from draftsmith.heads.model_config import context_limit
+from draftsmith.heads.model_config import context_limit, vocabulary_of
 from draftsmith.heads.untrusted import StoredDrafter, local_folder, read_config
 from draftsmith.provenance import model_fingerprints
 from draftsmith.terminal import Terminal, stage
@@ -59,13 +59,16 @@ def load_session(
             that are not there, are refused before its weights are read.
     """
 
-    def encode(tokenizer: PreTrainedTokenizerBase, context: int | None) -> tuple[list[Prompt], list[str]]:
+    def encode(
+        tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, context: int | None
+    ) -> tuple[list[Prompt], list[str]]:
         template, options = settings.chat_template, settings.template_options
         assert rows is not None
         return rows.encode(
             tokenizer,
             count=settings.count,
             context=context,
+            vocab_size=vocabulary_of(config),
             chat_template=template,
             template_options=options,
             processor=processor,
@@ -79,7 +82,7 @@ def load_session(
     if rows is not None:
         tokenizer, config = load_tokenizer(settings.target, trust_remote_code=settings.trust_remote_code)
         limit = context_limit(config)
-        prompts, left_out = encode(tokenizer, limit)
+        prompts, left_out = encode(tokenizer, config, limit)
     stored = _stored(settings.drafters)
     with stage("loading the target and the drafters", shown=progress):
         loaded = load_target(
@@ -100,7 +103,7 @@ def load_session(
     limits = [limit, *(drafter.context_limit for drafter in drafters.values())]
     shortest = min((value for value in limits if value is not None), default=None)
     if rows is not None and shortest != limit:
-        prompts, left_out = encode(loaded.tokenizer, shortest)
+        prompts, left_out = encode(loaded.tokenizer, loaded.model.config, shortest)
     return Session(loaded.model, loaded.tokenizer, drafters, prompts, processor, left_out)
 
 

@@ -19,6 +19,11 @@ def text_config(model: PreTrainedModel) -> PreTrainedConfig:
     return model.config.get_text_config(decoder=True)
 
 
+def vocabulary_of(config: PreTrainedConfig) -> int:
+    """Return the number of token ids that a model of this config reads."""
+    return config.get_text_config(decoder=True).vocab_size
+
+
 def known_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the number after the last id of a tokenizer; models pad their vocabulary, and may sample larger ids."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1

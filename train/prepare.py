@@ -10,7 +10,7 @@ from typing import Any
 from datasets import Dataset
 from rich.table import Table
 from rich.text import Text
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.data_section import SELF, DataSection, ServerSection, with_written_prompts
@@ -29,7 +29,7 @@ from draftsmith.distill.regeneration import (
 from draftsmith.distill.self_prompts import write_self_prompts
 from draftsmith.errors import ConfigError
 from draftsmith.heads.checkpoint import load_drafter
-from draftsmith.heads.model_config import context_limit, eos_tokens
+from draftsmith.heads.model_config import context_limit, eos_tokens, vocabulary_of
 from draftsmith.option_fields import check_options
 from draftsmith.provenance import tokenizer_fingerprint
 from draftsmith.storage import hold_name, write_text, writing
@@ -54,8 +54,7 @@ def preview(settings: Preview) -> None:
     trusted = target.trust_remote_code
     tokenizer, config = load_tokenizer(target.model, trust_remote_code=trusted)
     ends = load_ends(target.model, trust_remote_code=trusted)
-    size = config.get_text_config(decoder=True).vocab_size
-    chat = Chat(tokenizer, data.chat_template, data.template_options, ends=ends, vocab_size=size)
+    chat = Chat(tokenizer, data.chat_template, data.template_options, ends=ends, vocab_size=vocabulary_of(config))
     console = Terminal()
     notes: list[str] = []
     # Without answers, the recipe decides how long responses will be.
@@ -139,10 +138,11 @@ def _regenerate(settings: Regeneration) -> None:
     loaded = load_target(
         target.model, **target.model_dump(include={"dtype", "attn_implementation", "trust_remote_code"})
     )
-    chat = _chat(data, loaded.tokenizer, eos_tokens(loaded.model.config, loaded.model.generation_config))
+    config = loaded.model.config
+    chat = _chat(data, loaded.tokenizer, config, eos_tokens(config, loaded.model.generation_config))
     console = Console(True)
     sources = _written(data.sources, loaded, chat, settings.seed, console.say)
-    questions = _questions(chat, sources, context_limit(loaded.model.config), console)
+    questions = _questions(chat, sources, context_limit(config), console)
     name = settings.drafter
     drafter = None if name is None else load_drafter(name, loaded.model, loaded.tokenizer)
     sampler = Sampler(loaded, chat, data, settings.seed, drafter)
@@ -164,8 +164,10 @@ def _questions(chat: Chat, sources: list[DataSection], context: int | None, cons
     return read_sources(chat, asked, context, console.say)
 
 
-def _chat(data: DataSection, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]) -> Chat:
-    chat = Chat(tokenizer, data.chat_template, data.template_options, ends=ends)
+def _chat(
+    data: DataSection, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, ends: frozenset[int]
+) -> Chat:
+    chat = Chat(tokenizer, data.chat_template, data.template_options, ends=ends, vocab_size=vocabulary_of(config))
     if data.every_turn and not tokenizer.chat_template:
         raise ConfigError("--turns all with a tokenizer without a chat template; expected first, or --chat-template")
     return chat
@@ -181,7 +183,8 @@ def _regenerate_from(server: ServerSection, settings: Regeneration) -> None:
     tokenizer, config = load_tokenizer(name, trust_remote_code=trusted)
     if config.is_encoder_decoder:
         raise ConfigError(f"--server with {name}, an encoder-decoder; expected a decoder-only target")
-    chat, console = _chat(data, tokenizer, load_ends(name, trust_remote_code=trusted)), Console(True)
+    chat = _chat(data, tokenizer, config, load_ends(name, trust_remote_code=trusted))
+    console = Console(True)
     questions = _questions(chat, data.sources, context_limit(config), console)
     sampler = ServerSampler(data, chat, settings.seed, context_limit(config), name)
     folder = out.with_name(f".{out.name}.{sampler.key(questions)}")

@@ -29,6 +29,7 @@ from draftsmith.distill.dataset import (
     hold_out,
     length_statistics,
     pack,
+    require_embeddings,
 )
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.load_target import LoadedTarget
@@ -406,6 +407,7 @@ def _heldout(
     limit = context_limit(target.model.config)
     for place, row in read_source(source.prompts, source.subset, source.split):
         ids = chat.prompt(question(place, row))
+        require_embeddings(ids, chat, place)
         if limit is not None and len(ids) + settings.max_new_tokens > limit:
             raise ConfigError(
                 f"{place}: {len(ids)} tokens; expected at most {limit - settings.max_new_tokens}, so that "

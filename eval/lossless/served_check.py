@@ -41,7 +41,7 @@ from draftsmith.eval.lossless.served_answers import (
 )
 from draftsmith.eval.prompts import Prompt, PromptRows, left_out
 from draftsmith.eval.server.measure import CounterRoutes
-from draftsmith.heads.model_config import context_limit
+from draftsmith.heads.model_config import context_limit, vocabulary_of
 from draftsmith.provenance import environment, model_fingerprint
 from draftsmith.terminal import stage
 
@@ -258,6 +258,7 @@ def check_server(
         ends |= {tokenizer.eos_token_id}
     chat = Chat(tokenizer, settings.chat_template, settings.template_options, ends=ends)
     how: dict[str, Any] = {"chat_template": settings.chat_template, "template_options": settings.template_options}
+    how["vocab_size"] = vocabulary_of(config)
     prompts, notes = rows.encode(tokenizer, count=settings.count, context=context_limit(config), **how)
     (url,) = settings.drafters.values()
     with ExitStack() as stack:

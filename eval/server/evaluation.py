@@ -21,7 +21,7 @@ from draftsmith.eval.report import interval
 from draftsmith.eval.results import EVALUATION, Evaluation, ServerRow, read_evaluation
 from draftsmith.eval.server.measure import Batches, Condition, CounterRoutes, ServerRun, measure_in_turns, series_of
 from draftsmith.eval.settings import ANOTHER, BASELINE, ServedSettings
-from draftsmith.heads.model_config import context_limit
+from draftsmith.heads.model_config import context_limit, vocabulary_of
 from draftsmith.metrics import Series, acceptance_at, alpha, few_units, intervals, ratio, speeds, speedup, tau
 from draftsmith.provenance import environment
 from draftsmith.storage import hold_folder, write_json, write_text, writing
@@ -54,7 +54,7 @@ def measure_server(settings: ServedSettings, out: Path, *, overwrite: bool = Fal
         limits = [context_limit(config), *(served.context for served in served_at(urls, server.model))]
         context = min((limit for limit in limits if limit is not None), default=None)
         now = begun(out / JOURNAL) or datetime.now()
-        how = {"chat_template": template, "template_options": options, "now": now}
+        how = {"chat_template": template, "template_options": options, "now": now, "vocab_size": vocabulary_of(config)}
         prompts, left_out = rows.encode(tokenizer, count=settings.count, context=context, **how)
         chat = Chat(tokenizer, template, options, now=now)
         (name,) = settings.drafters

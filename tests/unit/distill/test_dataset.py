@@ -24,6 +24,7 @@ from draftsmith.distill.dataset import (
     length_statistics,
     pack,
     read_examples,
+    require_embeddings,
 )
 from draftsmith.distill.load_target import LoadedTarget, load_tokenizer
 from draftsmith.errors import ConfigError
@@ -95,6 +96,27 @@ def test_rows_without_a_question_or_an_answer_are_left_out_and_counted(loaded: L
         assert len(read_examples(Chat(loaded.tokenizer, "plain"), settings, 128, said.append)) == 5 - left_out
         why = ("are empty", "begin with an answer", "have an empty question", "have an empty answer")
         assert said == [f"{source}: 1 of 5 {reason}: left out" for reason in why[:left_out]]
+
+
+def test_rows_with_tokens_beyond_the_embeddings_are_left_out_and_counted(loaded: LoadedTarget, tmp_path: Path) -> None:
+    """A tokenizer may have tokens that were added without resizing the model, such as Gemma 3's image token."""
+    size = loaded.model.config.vocab_size
+    loaded.tokenizer.add_special_tokens({"additional_special_tokens": ["<|image|>"]})
+    assert loaded.tokenizer.convert_tokens_to_ids("<|image|>") == size
+    rows = [
+        {"prompt": "ab", "completion": "c<|image|>"},
+        {"prompt": "ab", "completion": "cd"},
+        {"prompt": "<|image|>", "completion": "c"},
+    ]
+    source = write(tmp_path / "p.jsonl", rows)
+    for response, left, every in (("text", 2, 3), ("target", 1, 2)):
+        said: list[str] = []
+        settings = source_of(source, 10, 20, 20, response=response)
+        assert len(read_examples(Chat(loaded.tokenizer, vocab_size=size), settings, 128, said.append)) == 1
+        assert f"{source}: {left} of 3 have a token beyond the target's {size} embeddings: left out" in said
+        assert len(read_examples(Chat(loaded.tokenizer, vocab_size=size + 1), settings, 128, lambda _: None)) == every
+    with pytest.raises(ConfigError, match=rf"p\.jsonl:3: token {size} \('<\|image\|>'\); expected text without it"):
+        require_embeddings([1, size], Chat(loaded.tokenizer, vocab_size=size), f"{source}:3")
 
 
 def test_what_the_chat_template_refuses_is_left_out_and_counted(loaded: LoadedTarget, tmp_path: Path) -> None:

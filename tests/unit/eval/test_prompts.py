@@ -100,6 +100,23 @@ def test_prompts_that_leave_no_room_are_left_out(tmp_path: Path, tiny_tokenizer:
         read.encode(tiny_tokenizer)
 
 
+def test_prompts_with_tokens_beyond_the_embeddings_are_left_out(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    size = len(tiny_tokenizer)
+    tiny_tokenizer.add_special_tokens({"additional_special_tokens": ["<|image|>"]})
+    file = _write(tmp_path / "p.jsonl", [{"prompt": "ab"}, {"prompt": "a<|image|>"}, {"turns": ["ab", "<|image|>"]}])
+    how = {"chat_template": "plain", "vocab_size": size}
+    prompts, notes = PromptRows.read(file).encode(tiny_tokenizer, **how)
+    assert [prompt.id for prompt in prompts] == ["#1"]
+    assert len(notes) == 1
+    assert f"2 of 3 prompts were left out; the first: {file}:2: token {size} ('<|image|>')" in notes[0]
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "<|image|>"}))
+    with pytest.raises(ConfigError, match=rf"p\.jsonl:1: token {size} .*below the target's {size} embeddings"):
+        PromptRows.read(file).encode(tiny_tokenizer, **how)
+    assert len(PromptRows.read(file).encode(tiny_tokenizer, chat_template="plain", vocab_size=size + 1)[0]) == 1
+
+
 def test_prompts_that_the_chat_template_refuses_are_left_out(
     tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
