@@ -16,7 +16,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.hidden_states import ProcessorInputs
-from draftsmith.heads.model_config import context_limit, eos_tokens, start_token, token_set
+from draftsmith.heads.model_config import decoding_limit, eos_tokens, start_token, token_set
 
 Ids = Tensor | np.ndarray | Sequence
 """Tokens of one prompt or of several, or a mask over them."""
@@ -100,7 +100,7 @@ def _longest(model: PreTrainedModel, prompt: list[int], max_new_tokens: int) -> 
     """Return the number of tokens at which a text ends; ConfigError for a prompt that leaves no room."""
     if max_new_tokens < 1:
         raise ConfigError.of("max_new_tokens", max_new_tokens, ">= 1")
-    limit = context_limit(model.config)
+    limit = decoding_limit(model.config)
     if limit is not None and len(prompt) >= limit:
         fits = f"fewer than the target's context of {limit}: a new token needs room"
         raise ConfigError(f"prompt={len(prompt)} tokens; expected {fits}")

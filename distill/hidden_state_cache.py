@@ -32,6 +32,7 @@ from draftsmith.distill.teacher import Batch, OnlineTeacher, TargetHead, stored_
 from draftsmith.errors import ConfigError, DraftsmithError, reason_of
 from draftsmith.heads.base import FINAL, TeacherSignals
 from draftsmith.heads.hidden_states import document_numbers
+from draftsmith.heads.model_config import rotary_switch
 from draftsmith.provenance import fingerprint, fingerprint_of_numbers
 from draftsmith.storage import apply_umask, cache_dir, write_json, writing
 
@@ -91,6 +92,8 @@ class SignalCache:
         self._packed = "documents" in rows.column_names
         data = [fingerprint(list(rows[column])) for column in ("input_ids", "documents")[: 1 + self._packed]]
         made = [VERSION, fingerprint_of_numbers(model), *data, list(stored_layers(layers)), dtype, shard_rows]
+        if (switch := rotary_switch(model.config)) is not None:
+            made.append(f"texts beyond {switch} are read apart")
         self.key = fingerprint([*made, "normalizers"] if normalizers else made)
         self.folder = cache_dir() / "signals" / self.key
         self._headers: dict[Path, tuple[dict[str, Any], int]] = {}

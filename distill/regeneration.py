@@ -24,7 +24,7 @@ from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.distill.turns import Asked, question_numbers, text_seed
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
-from draftsmith.heads.model_config import context_limit, eos_tokens
+from draftsmith.heads.model_config import decoding_limit, eos_tokens
 from draftsmith.metrics import tau
 from draftsmith.provenance import fingerprint, fingerprint_of_numbers
 from draftsmith.reading import read_json
@@ -72,7 +72,7 @@ class Sampler:
     def __post_init__(self) -> None:
         self.advance: Callable[[float], None] = lambda _: None
         """Called with the tokens that a round adds to an answer, as a share of the longest possible answer."""
-        self._limit = context_limit(self.target.model.config)
+        self._limit = decoding_limit(self.target.model.config)
         self._decoder = SpeculativeDecoder(self.target.model, drafter=self.drafter)
 
     def answer(self, rows: list[dict[str, Any]], indices: list[int], response: int = 0) -> list[dict[str, Any]]:
@@ -216,7 +216,7 @@ def samples_key(sampler: Sampler, questions: Dataset) -> str:
 
 def _require_room(target: LoadedTarget, questions: Dataset, data: DataSection) -> None:
     longest = max(map(len, questions["input_ids"])) + data.response_tokens
-    limit = context_limit(target.model.config)
+    limit = decoding_limit(target.model.config)
     if limit is not None and longest > limit:
         raise ConfigError(
             f"data.prompt_tokens + data.response_tokens={longest}; expected at most the target's context of {limit}"

@@ -21,7 +21,7 @@ from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.distill.regeneration import Sampler, Share, target_key, target_samples
 from draftsmith.distill.sources import read_source
 from draftsmith.errors import ConfigError, reason_of
-from draftsmith.heads.model_config import context_limit, eos_tokens
+from draftsmith.heads.model_config import decoding_limit, eos_tokens
 from draftsmith.provenance import fingerprint
 from draftsmith.storage import cache_dir, write_text, writing
 
@@ -72,7 +72,7 @@ def write_self_prompts(
     """
     share = share or Share()
     header, longest, count = turn_header(chat, data.kind), data.prompt_tokens, data.count
-    before, limit = len(turn_header(chat)), context_limit(target.model.config)
+    before, limit = len(turn_header(chat)), decoding_limit(target.model.config)
     room = longest - before  # prompts are read without the system prompt
     room = room if limit is None else min(room, limit - len(header))
     if room <= 0:

@@ -12,7 +12,14 @@ from transformers import PreTrainedModel
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import FINAL, TeacherSignals
 from draftsmith.heads.flat_rows import is_measured, read_flat, reading_rows
-from draftsmith.heads.hidden_states import Features, ProcessorInputs, document_numbers, final_states
+from draftsmith.heads.hidden_states import (
+    Features,
+    ProcessorInputs,
+    TextsApart,
+    document_numbers,
+    final_states,
+    texts_apart,
+)
 from draftsmith.heads.lm_head import logits_head
 
 NEAR = 0.1
@@ -72,10 +79,24 @@ class OnlineTeacher:
         if any(batch.inputs):
             return self._with_images(batch)
         text, source = (batch.input_ids_BT, batch.attention_mask_BT), (batch.source_BS, batch.source_mask_BS)
+        apart = None if batch.source_BS is not None else texts_apart(self.model, text[1], batch.documents_BT)
         with torch.set_grad_enabled(gradient):
-            hidden_BTH = final_states(self.model, *text, *source, batch.documents_BT)
-        features_BTF = None if self._features is None else self._features.take()
+            if apart is None:
+                hidden_BTH = final_states(self.model, *text, *source, batch.documents_BT)
+                features_BTF = None if self._features is None else self._features.take()
+            else:
+                hidden_BTH, features_BTF = self._apart(apart, batch.input_ids_BT)
         return TeacherSignals(*text, hidden_BTH, batch.mask_BT, features_BTF, *source, batch.documents_BT)
+
+    def _apart(self, apart: TextsApart, input_ids_BT: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return final states and features of texts that are read in several passes."""
+        hidden: list[Tensor] = []
+        features: list[Tensor] = []
+        for ids_bT, seen_bT in apart.batches(input_ids_BT):
+            hidden.append(final_states(self.model, ids_bT, seen_bT))
+            if self._features is not None:
+                features.append(self._features.take())
+        return apart.rows(hidden), apart.rows(features) if features else None
 
     @torch.no_grad()
     def _with_images(self, batch: Batch) -> TeacherSignals:

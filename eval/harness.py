@@ -24,7 +24,7 @@ from draftsmith.eval.journal import Cell, Journal, Place
 from draftsmith.eval.prompts import Prompt, PromptBatch, batches, prompts_fingerprint, time_of
 from draftsmith.eval.settings import BASELINE, Settings, Variant
 from draftsmith.heads.base import Drafter
-from draftsmith.heads.model_config import context_limit
+from draftsmith.heads.model_config import decoding_limit
 from draftsmith.provenance import environment, model_fingerprint
 from draftsmith.terminal import Bars, Terminal, stage, units
 
@@ -67,7 +67,7 @@ class EvaluationRun:
             raise ConfigError("tokenizer=None; expected the target's, for prompts of several turns")
         template = (self.settings.chat_template, self.settings.template_options)
         self.chat = None if self.tokenizer is None else Chat(self.tokenizer, *template, processor=self.processor)
-        limits = [context_limit(self.target.config), *(drafter.context_limit for drafter in self.drafters.values())]
+        limits = [decoding_limit(self.target.config), *(drafter.context_limit for drafter in self.drafters.values())]
         self.context = min((limit for limit in limits if limit is not None), default=None)
         self.batches = {size: batches(self.prompts, size) for size in self.settings.batch_sizes}
         self._numbers = {prompt.id: number for number, prompt in enumerate(self.prompts)}

@@ -15,7 +15,7 @@ from draftsmith.eval.settings import PairSettings
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.heads.configs import is_named, parse_named
-from draftsmith.heads.model_config import context_limit, vocabulary_of
+from draftsmith.heads.model_config import decoding_limit, vocabulary_of
 from draftsmith.heads.untrusted import StoredDrafter, local_folder, read_config
 from draftsmith.provenance import model_fingerprints
 from draftsmith.terminal import Terminal, stage
@@ -81,7 +81,7 @@ def load_session(
     prompts, left_out, limit = list[Prompt](), list[str](), None
     if rows is not None:
         tokenizer, config = load_tokenizer(settings.target, trust_remote_code=settings.trust_remote_code)
-        limit = context_limit(config)
+        limit = decoding_limit(config)
         prompts, left_out = encode(tokenizer, config, limit)
     stored = _stored(settings.drafters)
     with stage("loading the target and the drafters", shown=progress):

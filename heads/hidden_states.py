@@ -8,12 +8,15 @@ documents_BT   0 0 0 1 1 2 2 2        positions   0 1 2 0 1 0 1 2
 import hashlib
 import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
@@ -21,7 +24,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.base import FINAL
 from draftsmith.heads.flat_rows import as_rows, flat_rows
 from draftsmith.heads.lm_head import logits_map
-from draftsmith.heads.model_config import QueryScales, text_config, uncompiled
+from draftsmith.heads.model_config import QueryScales, is_dynamic, rotary_switch, text_config, uncompiled
 from draftsmith.provenance import fingerprint
 
 ProcessorInputs = Mapping[str, Tensor]
@@ -61,7 +64,69 @@ def positions_like(ids_BT: Tensor, documents_BT: Tensor | None) -> Tensor:
     return document_positions(documents_BT)
 
 
-# Shapes: B texts, T positions, S positions of the source, H hidden size.
+# Shapes: B texts, T positions, S positions of the source, H hidden size, X any states.
+
+
+class TextsApart:
+    """The texts of a batch in groups whose rotary frequencies are those that each text has alone.
+
+    Where frequencies depend on the longest text of a pass (longrope, dynamic), texts on both sides of `rotary_switch`
+    are read apart, those beyond it of dynamic scaling by length; so are short texts from padding beyond it.
+
+    Args:
+        texts: row, first and last place of each text or packed document.
+    """
+
+    def __init__(self, model: PreTrainedModel, shape: torch.Size, texts: list[tuple[int, int, int]]) -> None:
+        self._model, self._shape, self._groups = model, shape, dict[int, list[tuple[int, int, int]]]()
+        switch = rotary_switch(model.config)
+        assert switch is not None, "see `texts_apart`"
+        dynamic = is_dynamic(model.config)
+        for row, start, end in texts:
+            side = max(switch, end - start) if dynamic else int(end - start > switch)
+            self._groups.setdefault(side, []).append((row, start, end))
+
+    def batches(self, input_ids_BT: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield tokens and mask of each group's texts, padded on the right."""
+        for texts in self._groups.values():
+            ids = [input_ids_BT[row, start:end] for row, start, end in texts]
+            _forget_lengths(self._model)
+            yield pad_sequence(ids, True), pad_sequence([torch.ones_like(each) for each in ids], True)
+        _forget_lengths(self._model)
+
+    def rows(self, states: Sequence[Tensor]) -> Tensor:
+        """Return states [B, T, X] in their rows, zero at padding, from those of `batches`."""
+        rows_BTX = states[0].new_zeros(*self._shape, states[0].shape[-1])
+        for texts, states_bTX in zip(self._groups.values(), states, strict=True):
+            for place, (row, start, end) in enumerate(texts):
+                rows_BTX[row, start:end] = states_bTX[place, : end - start]
+        return rows_BTX
+
+
+def texts_apart(
+    model: PreTrainedModel, attention_mask_BT: Tensor, documents_BT: Tensor | None = None
+) -> TextsApart | None:
+    """Return the groups of texts that are read apart; None where one pass gives every text its own frequencies."""
+    switch, shape = rotary_switch(model.config), attention_mask_BT.shape
+    if switch is None or shape[1] <= switch or isinstance(attention_mask_BT, FakeTensor):
+        return None
+    texts = []
+    documents = torch.zeros_like(attention_mask_BT) if documents_BT is None else documents_BT
+    for row, (length, numbers) in enumerate(zip(attention_mask_BT.sum(1).tolist(), documents.tolist(), strict=True)):
+        start = 0
+        for _, same in groupby(numbers[:length]):
+            end = start + len(list(same))
+            texts.append((row, start, end))
+            start = end
+    return TextsApart(model, shape, texts)
+
+
+def _forget_lengths(model: PreTrainedModel) -> None:
+    """Let dynamic frequencies be those of the next pass alone: transformers keeps those of the longest one so far."""
+    for module in model.modules() if is_dynamic(model.config) else ():
+        if hasattr(module, "max_seq_len_cached") and hasattr(module, "original_inv_freq"):
+            module.max_seq_len_cached = module.original_max_seq_len
+            module.inv_freq = module.original_inv_freq.to(module.inv_freq.device)
 
 
 def final_states(
@@ -81,6 +146,22 @@ def final_states(
     `documents_BT`: see `TeacherSignals`. Not every model separates documents, see `require_packable`. `inputs`: the
     processor's tensors of one text, extended to its length.
     """
+    apart = None if inputs or source_BS is not None else texts_apart(model, attention_mask_BT, documents_BT)
+    if apart is not None:
+        return apart.rows([_states(model, *part) for part in apart.batches(input_ids_BT)])
+    return _states(model, input_ids_BT, attention_mask_BT, source_BS, source_mask_BS, documents_BT, inputs)
+
+
+def _states(
+    model: PreTrainedModel,
+    input_ids_BT: Tensor,
+    attention_mask_BT: Tensor,
+    source_BS: Tensor | None = None,
+    source_mask_BS: Tensor | None = None,
+    documents_BT: Tensor | None = None,
+    inputs: ProcessorInputs | None = None,
+) -> Tensor:
+    """Return the final states of texts that share a pass; see `final_states`."""
     flat = None if inputs or source_BS is not None else flat_rows(model, attention_mask_BT, documents_BT)
     if flat is not None:
         arguments = flat.arguments(input_ids_BT)

@@ -40,8 +40,9 @@ def layer_value(config: PreTrainedConfig, name: str, layer: int = 0) -> Any:
 def context_limit(config: PreTrainedConfig) -> int | None:
     """Return the number of positions that a model of this config can read; None when the config states no limit.
 
-    YaRN reads `original_max_position_embeddings * factor` positions, and `max_position_embeddings` may state fewer:
-    users enable it in a config whose other values stay.
+    YaRN, linear and dynamic scaling read `factor` times the original positions, and `max_position_embeddings` may state
+    fewer: users enable them in a config whose other values stay. Types with values by type of layer (Gemma 3) state the
+    whole context.
     """
     if getattr(config, "relative_attention_num_buckets", None):
         return None  # relative positions: T5's n_positions is the length that it was trained with, not a limit
@@ -49,10 +50,31 @@ def context_limit(config: PreTrainedConfig) -> int | None:
     for key in ("max_position_embeddings", "n_positions"):
         limit = getattr(decoder, key, None)
         if limit and limit > 0:  # -1: none
-            yarn = [rope for rope in _rotary(config) if rope.get("rope_type") == "yarn"]
-            reach = [rope["original_max_position_embeddings"] * (rope.get("factor") or 1) for rope in yarn]
-            return int(max([limit, *reach]))
+            whole, *by_layer = _rotary(config)
+            scaled = [whole] if whole.get("rope_type") in ("yarn", "linear", DYNAMIC) else []
+            scaled += [rope for rope in by_layer if rope.get("rope_type") == "yarn"]
+            lengths = [
+                (rope.get("original_max_position_embeddings") or limit, rope.get("factor") or 1) for rope in scaled
+            ]
+            return int(max([limit, *(original * factor for original, factor in lengths)]))
     return None
+
+
+DYNAMIC = "dynamic"
+"""Type of rotary embeddings whose frequencies depend on the length of each text beyond the original context."""
+
+
+def decoding_limit(config: PreTrainedConfig) -> int | None:
+    """Return the number of positions that decoded texts may have; None when the config states no limit.
+
+    With dynamic scaling it is the original context: beyond it each new token changes the frequencies of all others.
+    """
+    return rotary_switch(config) if is_dynamic(config) else context_limit(config)
+
+
+def is_dynamic(config: PreTrainedConfig) -> bool:
+    """Return whether texts reach beyond the original context by dynamic scaling."""
+    return _rotary(config)[0].get("rope_type") == DYNAMIC and rotary_switch(config) is not None
 
 
 def _rotary(config: PreTrainedConfig) -> list[dict[str, Any]]:
@@ -62,13 +84,15 @@ def _rotary(config: PreTrainedConfig) -> list[dict[str, Any]]:
 
 
 def rotary_switch(config: PreTrainedConfig) -> int | None:
-    """Return the number of positions beyond which a model's rotary frequencies are others (longrope); None: none.
+    """Return the number of positions beyond which a model's rotary frequencies are others (longrope, dynamic), or None.
 
     A pass that reads a later position computes all its tokens with the frequencies of long texts, to which keys that
     were cached before do not belong. transformers' `generate` therefore reads the text again there.
     """
     limit, kinds = context_limit(config), _rotary(config)
     lengths = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
+    if kinds[0].get("rope_type") == DYNAMIC:
+        lengths.append(config.get_text_config(decoder=True).max_position_embeddings)
     switch = min(lengths, default=None)
     return None if switch is None or (limit is not None and limit <= switch) else int(switch)
 

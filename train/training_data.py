@@ -38,7 +38,7 @@ from draftsmith.distill.sources import read_source
 from draftsmith.errors import ConfigError
 from draftsmith.heads.hidden_states import ProcessorInputs, extended, inputs_for
 from draftsmith.heads.lm_head import lm_head_weight, most_frequent
-from draftsmith.heads.model_config import context_limit, eos_tokens, known_tokens, text_config
+from draftsmith.heads.model_config import context_limit, decoding_limit, eos_tokens, known_tokens, text_config
 from draftsmith.names import EMBEDDED
 from draftsmith.provenance import fingerprint_of_numbers
 from draftsmith.train.launch import RunContext
@@ -404,7 +404,7 @@ def _heldout(
             rows = embedded_prompts(target.tokenizer, "heldout", count, settings.prompt_tokens)
             yield from (row.input_ids for row in rows)
         return
-    limit = context_limit(target.model.config)
+    limit = decoding_limit(target.model.config)
     for place, row in read_source(source.prompts, source.subset, source.split):
         ids = chat.prompt(question(place, row))
         require_embeddings(ids, chat, place)

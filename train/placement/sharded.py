@@ -8,6 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import PreTrainedModel
 
+from draftsmith.errors import ConfigError
+from draftsmith.heads.model_config import rotary_switch
 from draftsmith.train.placement.plain import Plain, decoder_layers
 
 
@@ -28,6 +30,11 @@ class Sharded(Plain):
         return torch.device("cpu")
 
     def place(self, model: PreTrainedModel) -> None:
+        if (switch := rotary_switch(model.config)) is not None:
+            raise ConfigError(
+                f"target.sharded=True with rotary frequencies that change at {switch}: processes would read texts in "
+                "different numbers of passes; expected target.sharded=false"
+            )
         mesh = init_device_mesh(self._device.type, (self._accelerator.num_processes,))
         for layer in decoder_layers(model, "sharded"):
             # By default FSDP does not re-shard the outermost module.

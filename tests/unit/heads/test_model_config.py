@@ -23,6 +23,10 @@ def yarn(original: int = 64, factor: float = 4.0) -> dict:
     return {"rope_type": "yarn", "rope_theta": 1e4, **values}
 
 
+def scaled(kind: str, factor: float = 4.0) -> dict:
+    return {"rope_type": kind, "rope_theta": 1e4, "factor": factor}
+
+
 @pytest.mark.parametrize(
     ("config", "limit"),
     [(LlamaConfig(max_position_embeddings=48), 48), (GPT2Config(n_positions=32), 32), (T5Config(n_positions=16), None)],
@@ -38,7 +42,10 @@ def test_the_context_limit_is_the_number_of_positions(config: PreTrainedConfig, 
         (Qwen3Config(max_position_embeddings=64, rope_parameters=yarn()), 256),
         (Qwen3Config(max_position_embeddings=80, rope_parameters=yarn()), 256),
         (Qwen3Config(max_position_embeddings=300, rope_parameters=yarn()), 300),
-        (Qwen3Config(max_position_embeddings=64, rope_parameters={**yarn(), "rope_type": "linear"}), 64),
+        (Qwen3Config(max_position_embeddings=64, rope_parameters={**yarn(), "rope_type": "linear"}), 256),
+        (LlamaConfig(max_position_embeddings=64, rope_parameters=scaled("linear")), 256),
+        (LlamaConfig(max_position_embeddings=64, rope_parameters=scaled("dynamic")), 256),
+        (LlamaConfig(max_position_embeddings=64, rope_parameters=scaled("default")), 64),
         (
             Gemma3TextConfig(
                 max_position_embeddings=64,
@@ -50,9 +57,18 @@ def test_the_context_limit_is_the_number_of_positions(config: PreTrainedConfig, 
             256,
         ),
     ],
-    ids=["as the original", "a little more", "all of it", "linear", "by type of layer"],
+    ids=[
+        "as the original",
+        "a little more",
+        "all of it",
+        "linear",
+        "no original",
+        "dynamic",
+        "no type",
+        "by type of layer",
+    ],
 )
-def test_yarn_reads_its_factor_times_the_original_positions(config: PreTrainedConfig, limit: int) -> None:
+def test_scaled_rotation_reads_its_factor_times_the_original_positions(config: PreTrainedConfig, limit: int) -> None:
     """Qwen advises to add YaRN to config.json, where `max_position_embeddings` stays as it is."""
     assert context_limit(config) == limit
 
