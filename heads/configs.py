@@ -180,8 +180,8 @@ class DFlashSection(WindowOption):
     """DFlash 2: rank of the scores of candidates by the token before and the state, as published 256; 0 for none."""
     selector_top_k: Count = 16
     """DFlash 2: number of candidates, the most likely tokens of each position; only they are drafted."""
-    lilicorr_candidate_topk: Annotated[Whole, Field(ge=0)] = 0
-    """LiLiCorr: number of candidates of each position, as published 8; 0 for none. SGLang needs a power of two."""
+    lilicorr_candidate_topk: Annotated[Whole, Field(ge=0, le=16)] = 0
+    """LiLiCorr: number of candidates of each position, as published 8; 0 for none. Engines need a power of two."""
     lilicorr_hidden_size: Whole = 1024
     """LiLiCorr: width of the layers over all candidates of a block; 0 for the target's."""
     lilicorr_num_layers: Depth = 2

@@ -6,7 +6,7 @@
 The first position's scores are scale * <out of the last features before the block, in_j>. A token that was no candidate
 of the position before, which walks never draw, leaves the states' log-probabilities as scores.
 
-Rusanovsky et al. 2026, arXiv:2608.20530; the names of the weights are those of NVIDIA's Model-Optimizer and of SGLang.
+Rusanovsky et al. 2026, arXiv:2608.20530; the names of the weights are those of NVIDIA's first exports, see `ENGINES`.
 """
 
 from typing import Any
@@ -26,6 +26,9 @@ from draftsmith.heads.transitions import Block, CandidateTransitions
 DEFAULTS: dict[str, Any] = {"candidate_topk": 0, "hidden_size": 1024, "num_layers": 2, "num_heads": 8, "mlp_ratio": 2.0}
 DEFAULTS |= {"factor_dim": 1024, "vector_eps": 1e-4, "logit_scale": 8.0}
 """Options, whose names have the prefix `lilicorr_` in recipes and files; published values but for the first."""
+ENGINES = {"feature_mlp.0.": "feature_norm.", "feature_mlp.1.": "feature_mlp.up_proj."}
+ENGINES |= {"feature_mlp.3.": "feature_mlp.down_proj.", ".mlp.0.": ".mlp.up_proj.", ".mlp.2.": ".mlp.down_proj."}
+"""Parts of the names of weights, and those of vLLM 0.32 and SGLang 0.5.23, which refuse or rename the former."""
 FEATURES = 5
 """Log-probability of a candidate, probability, distance from the best one, rank from 0 to 1, whether it is the best."""
 

@@ -35,7 +35,9 @@ from draftsmith.heads.formats.published import LARGE, POSITIVE, Published, Recor
 from draftsmith.heads.formats.speculators import (
     DFLASH2,
     LILICORR,
+    MOST_CANDIDATES,
     block_tensors,
+    lilicorr_name,
     mask_token_of,
     require_plain_target,
     trained_mask_note,
@@ -43,6 +45,7 @@ from draftsmith.heads.formats.speculators import (
     walk_fields,
     write_dflash_speculator,
 )
+from draftsmith.heads.lattice import ENGINES
 from draftsmith.heads.layers import windows_of
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.transitions import Kind
@@ -55,6 +58,8 @@ MUSE_GLIMMER = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weigh
 """Names in transformers' `muse_glimmer_assistant`, and those elsewhere."""
 CAUSAL = ("is_causal", "causal", "dflash_query_causal")
 """Keys of flat layouts on causality; the first that is there wins."""
+AUTOMODEL = ("Qwen3DFlashDraftModel", "Qwen3DFlash2DraftModel")
+"""Classes of NeMo Automodel 0.7.0, which writes `is_causal: false` beside the `causal: true` that JetSpec trains."""
 PLAIN = {"output_multiplier": 1.0, "input_embedding_scale": 1.0}
 PLAIN |= {"attention_value_scale": 1.0, "final_logit_softcapping": 0.0, "rope_is_neox_style": True}
 PLAIN |= {"conv_kernel_size": None, "selector_rank": None, "use_correction_target_fusion": False}
@@ -143,7 +148,7 @@ def read_deepspec(published: Published) -> DFlash:
 def _walk_keys(config: Recorded) -> tuple[str, ...]:
     """Return the keys that DFlash 2 or LiLiCorr must have."""
     named = config.get("architectures") or ()
-    if config.get("speculators_model_type") == "dflash2" or "DFlash2DraftModel" in named:
+    if config.get("speculators_model_type") == "dflash2" or "DFlash2DraftModel" in named or AUTOMODEL[1] in named:
         return DFLASH2
     convolved = any(config.get(key) for key in DFLASH2[:2])
     return (*LILICORR, *(DFLASH2[:2] if convolved else ())) if "LiLiCorrDraftModel" in named else ()
@@ -155,7 +160,7 @@ def _walk_options(published: Published, config: Recorded, body: LlamaConfig, blo
     allowed: dict[str, range | tuple[int, ...]]
     allowed = {"conv_kernel_size": range(1, block_size + 1), "selector_top_k": range(1, V + 1)}
     allowed["conv_group_size"] = tuple(n for n in range(1, H + 1) if H % n == 0)
-    allowed[LILICORR[0]] = tuple(2**n for n in range(V.bit_length()) if 2**n <= V)
+    allowed[LILICORR[0]] = tuple(2**n for n in range(V.bit_length()) if 2**n <= min(V, MOST_CANDIDATES))
     allowed["lilicorr_hidden_size"] = range(LARGE + 1)
     options = {}
     for key in _walk_keys(config):
@@ -232,7 +237,7 @@ def _flat_body(published: Published, config: Recorded) -> tuple[LlamaConfig, dic
 
     `use_swa` gives all layers a window where `layer_types` names none, of `swa_window_size` or `sliding_window`.
     Of the keys on causality the first that is there holds for all layers; without one, layers with a window are causal.
-    dflash 0.1.0 (z-lab), nvidia-modelopt 0.47.0, vLLM 0.33 and SGLang agree on what they read of these.
+    dflash 0.1.0 (z-lab), nvidia-modelopt 0.47.0, vLLM 0.33 and SGLang 0.5.23 agree on what they read of these.
     """
     for key, plain in PLAIN.items():
         if key not in _walk_keys(config):
@@ -252,7 +257,8 @@ def _flat_body(published: Published, config: Recorded) -> tuple[LlamaConfig, dic
     body = published.body(fields)
     windows = windows_of(body)
     body.layer_types = body.sliding_window = None
-    given = [published.allow(key, config.get(key), (None, *BOTH)) for key in CAUSAL]
+    keys = CAUSAL[::-1] if (config.get("architectures") or [None])[0] in AUTOMODEL else CAUSAL
+    given = [published.allow(key, config.get(key), (None, *BOTH)) for key in keys]
     causal = next((value for value in given if value is not None), None)
     sinks = config.get("attention_sink_bias", config.get("add_swa_attention_sink_bias", False))
     return body, {
@@ -279,8 +285,10 @@ def _read(
     D = published.allow("draft_vocab_size", config.get("draft_vocab_size") or V, range(1, V + 1))
     shared = D == V and published.dropped("lm_head.weight", published.target.get_output_embeddings())
     kind = published.allow("markov_head_type", config.get("markov_head_type", "vanilla"), get_args(Kind))
+    numbered = {theirs: ours for ours, theirs in ENGINES.items()}
     for name in list(tensors):
         short = re.sub(r"^(markov_head\.|candidate_selector\.|confidence_head\.|confidence_(?=proj\.))", "", name)
+        short = lilicorr_name(short, numbered)
         if short != name and short in tensors:
             raise published.refusal(f"tensors {short} and {name}", "one of them")
         tensors[short] = tensors.pop(name)
@@ -379,6 +387,8 @@ def write_dflash_for_sglang(source: Source[DFlash]) -> Serving:
         _write_flat(source, WALKS.get(next(iter(second), ""), "DFlashDraftModel"), own)
         algorithm, size = SGLANG["dflash"], "num-draft-tokens"
         note = "SGLang counts the last committed token as a draft token of DFlash: their number is the size of a block."
+        if "is_causal" in own:
+            note += " It needs an SGLang that reads `is_causal`, as 0.5.23 does: older versions ignore it."
     usage = (
         f"python -m sglang.launch_server --model-path {shlex.quote(source.target_name)} --dtype {dtype} \\\n"
         f"  --speculative-algorithm {algorithm} \\\n"
@@ -400,9 +410,7 @@ def _flat_fields(source: Source[DFlash]) -> dict[str, Any]:
     window = next((size for size in sees.windows if size is not None), None)
     if drafter.body.first == 0:  # of DSpark, only what DeepSpec's class does
         source.require(window is None, f"a window of {window} tokens", f"full attention, or {otherwise}")
-    causal = [sees.causal or (sees.causal_windows and size is not None) for size in sees.windows]
-    fits = causal == [size is not None for size in sees.windows]  # SGLang makes these layers causal
-    source.require(fits, f"causal layers {causal} for windows {[*sees.windows]}", f"causal windows, or {otherwise}")
+        source.require(not sees.causal, "causal layers", f"layers that see the whole block, or {otherwise}")
     mask_token, embeddings = mask_token_of(source)
     source.require(not embeddings, "a trained mask embedding", f"the embedding of a token, or {otherwise}")
     return {**_layer_fields(source), "mask_token_id": mask_token}
@@ -449,9 +457,9 @@ def _write_flat(
 
 
 def _dspark_fields(drafter: DFlash) -> dict[str, Any]:
-    """Return the keys of DSpark's heads in DeepSpec's layout."""
+    """Return the keys of DSpark's heads in DeepSpec's layout, whose classes need `num_anchors`, of training, too."""
     rank, confident = drafter.options()["markov_rank"], drafter.confidence is not None
-    fields = {"markov_rank": rank, "enable_confidence_head": confident}
+    fields = {"markov_rank": rank, "enable_confidence_head": confident, "num_anchors": drafter.anchors}
     if rank:
         fields["markov_head_type"] = drafter.options()["markov_type"]
     return fields | ({"confidence_head_with_markov": bool(rank)} if confident else {})

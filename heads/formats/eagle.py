@@ -55,6 +55,17 @@ def read_eagle3(published: Published) -> Eagle3 | ParallelEagle:
     return drafter
 
 
+def read_automodel_eagle3(published: Published) -> Eagle3 | ParallelEagle:
+    """Read EAGLE-3 in the layout of NeMo Automodel 0.7.0, whose config.json has the number of the target's layers.
+
+    It has one layer with full attention, names below `model.`, and no layer ids: engines assume the default ones.
+    """
+    published.allow("parallel_drafting", published.config.get("parallel_drafting", False), (False,))
+    published.tensors = {name.removeprefix("model."): value for name, value in published.tensors.items()}
+    published.config.update(num_hidden_layers=1, layer_types=None, sliding_window=None)
+    return read_eagle3(published)
+
+
 def read_deepspec_eagle3(published: Published) -> Eagle3:
     """Read EAGLE-3 in the layout of DeepSpec: one layer that norms queries and keys, and an lm_head of all tokens.
 

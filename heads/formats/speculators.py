@@ -23,7 +23,7 @@ from draftsmith.heads.formats.common import (
 from draftsmith.heads.formats.native_mtp import OWN, represented
 from draftsmith.heads.formats.native_mtp import SPECULATORS as SPECULATORS_MTP
 from draftsmith.heads.formats.published import Published
-from draftsmith.heads.lattice import DEFAULTS
+from draftsmith.heads.lattice import DEFAULTS, ENGINES
 from draftsmith.heads.layers import windows_of
 from draftsmith.heads.lm_head import logits_map, weight_of
 from draftsmith.heads.mtp import Mtp
@@ -42,6 +42,8 @@ DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top
 """The options and keys of DFlash 2; the first two may be those of LiLiCorr."""
 LILICORR = tuple(f"lilicorr_{key}" for key in DEFAULTS)
 """The options and keys of LiLiCorr."""
+MOST_CANDIDATES = 16
+"""The candidates of LiLiCorr that vLLM 0.32 and SGLang 0.5.23 accept; their number is a power of two."""
 OWN_LAYERS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Model types of MTP layers that are built from the target's own config; the package's others are Llama-like."""
 
@@ -176,8 +178,9 @@ def walk_fields(source: Source[DFlash]) -> dict[str, Any]:
     rank, taps, candidates = (options[key] for key in ("selector_rank", "conv_kernel_size", LILICORR[0]))
     said, otherwise = f"selector_rank={rank}, conv_kernel_size={taps}", "format=transformers"
     source.require(bool(rank) == bool(taps) or candidates > 0, said, f"both or none of them, or {otherwise}")
-    power = candidates & (candidates - 1) == 0
-    source.require(power, f"{LILICORR[0]}={candidates}", f"a power of two, or {otherwise}")
+    served = candidates <= MOST_CANDIDATES and candidates & (candidates - 1) == 0
+    expected = f"a power of two, at most {MOST_CANDIDATES}, or {otherwise}"
+    source.require(served, f"{LILICORR[0]}={candidates}", expected)
     if not rank and not candidates:
         return {}
     for fits, value in (
@@ -194,11 +197,21 @@ def block_tensors(source: Source[DFlash]) -> dict[str, Tensor]:
     """Return the tensors of a block drafter, without the mask's embedding."""
     renamed = {"body.": "", "markov.": "markov_head.", "confidence.": "confidence_head.proj."}
     renamed |= {"selector.": "candidate_selector.", "lilicorr.": "lilicorr."}
-    tensors = source.weights(
-        source.drafter, lambda name: re.sub(r"^[a-z]+\.", lambda m: renamed[m[0]], name).removeprefix("vocabulary.")
-    )
+
+    def published(name: str) -> str:
+        name = re.sub(r"^[a-z]+\.", lambda m: renamed[m[0]], name).removeprefix("vocabulary.")
+        return lilicorr_name(name, ENGINES)
+
+    tensors = source.weights(source.drafter, published)
     del tensors["mask_embedding"]
     return tensors
+
+
+def lilicorr_name(name: str, parts: dict[str, str]) -> str:
+    """Return the name of a tensor with the `parts` of LiLiCorr's replaced; others are unchanged."""
+    for part, other in parts.items() if name.startswith("lilicorr.") else ():
+        name = name.replace(part, other)
+    return name
 
 
 def mask_token_of(source: Source[DFlash]) -> tuple[int, dict[str, Tensor]]:

@@ -224,16 +224,28 @@ LILICORR = {"candidate_topk": 4, "hidden_size": 16, "num_layers": 2, "num_heads"
 LILICORR |= {"vector_eps": 1e-4, "logit_scale": 7.0}
 
 
+NUMBERED = {"feature_norm": "feature_mlp.0", "feature_mlp.up_proj": "feature_mlp.1"}
+NUMBERED |= {"feature_mlp.down_proj": "feature_mlp.3", ".mlp.up_proj": ".mlp.0", ".mlp.down_proj": ".mlp.2"}
+"""Names in LiLiCorr's head, and those of its first exports (the table of SGLang 0.5.23)."""
+
+
+def numbered(name: str) -> str:
+    """Return the name of a tensor in the first exports of LiLiCorr."""
+    for part, other in NUMBERED.items() if name.startswith("lilicorr.") else ():
+        name = name.replace(part, other)
+    return name
+
+
 def lilicorr_tensors(block: int = 4, hidden_size: int = 16) -> Tensors:
     """Return the head of LiLiCorr, for a block of this size."""
     H, inner, (F, heads, k) = hidden_size, int(1.5 * hidden_size), (6, 2, 4)
     linears = {"token_proj": (H, HIDDEN), "pass_hidden_proj": (H, HIDDEN), "context_proj": (H, HIDDEN)}
-    linears |= {"feature_mlp.1": (H, 5), "feature_mlp.3": (H, H), "factor_input_proj": (H, 3 * H)}
+    linears |= {"feature_mlp.up_proj": (H, 5), "feature_mlp.down_proj": (H, H), "factor_input_proj": (H, 3 * H)}
     linears |= {"out_head": (F, H), "in_head": (F, H), "anchor_out_head": (F, H)}
     for i in range(2):
         linears |= {
-            f"layers.{i}.mlp.0": (inner, H),
-            f"layers.{i}.mlp.2": (H, inner),
+            f"layers.{i}.mlp.up_proj": (inner, H),
+            f"layers.{i}.mlp.down_proj": (H, inner),
             f"layers.{i}.attn.out_proj": (H, H),
         }
     shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in linears.items()}
@@ -242,7 +254,7 @@ def lilicorr_tensors(block: int = 4, hidden_size: int = 16) -> Tensors:
         shapes |= {f"layers.{i}.attn.in_proj_weight": (3 * H, H), f"layers.{i}.attn.in_proj_bias": (3 * H,)}
         shapes |= {f"layers.{i}.{part}_norm.weight": (H,) for part in ("attn", "mlp")}
     shapes |= {"output_norm.weight": (H,), "anchor_norm.weight": (H,), "slot_embedding": (1, 1, block - 1, 1, H)}
-    shapes |= {"feature_mlp.0.weight": (5,), "feature_mlp.0.bias": (5,), "rank_embedding": (1, 1, 1, k, H)}
+    shapes |= {"feature_norm.weight": (5,), "feature_norm.bias": (5,), "rank_embedding": (1, 1, 1, k, H)}
     shapes |= {"relative_slot_bias": (heads, 2 * block - 1), "same_slot_bias": (heads,)}
     return random_tensors({f"lilicorr.{name}": shape for name, shape in shapes.items()}, 11)
 

@@ -23,6 +23,7 @@ from parity.published_files import (
     hidden_states,
     lilicorr_tensors,
     llama_config,
+    numbered,
     random_tensors,
     rms,
     six_layers,
@@ -100,15 +101,15 @@ def test_dflash(
     assert not confidences if not rank else torch.allclose(torch.stack(confidences), sure[1:].sigmoid(), atol=CLOSE)
 
 
-@pytest.mark.parametrize("layout", ["z-lab", "speculators"])
+@pytest.mark.parametrize("layout", ["DFlash2DraftModel", "Qwen3DFlash2DraftModel", "speculators"])
 def test_dflash2(layout: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
     """Convolutions within the block, and a walk over the candidates of each position by the token before it."""
     w = dflash_tensors() | dflash2_tensors()
     keys = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 5, "selector_top_k": 6, "mask_token_id": 17}
-    if layout == "z-lab":
+    if layout != "speculators":  # z-lab's and NeMo Automodel's class
         config = llama_config(model_type="qwen3", num_target_layers=6, layer_types=["full_attention"], is_causal=False)
         config["dflash_config"] = {**keys, "block_size": 4, "target_layer_ids": [1, 3]}
-        config["architectures"] = ["DFlash2DraftModel"]
+        config["architectures"] = [layout]
     else:
         config = speculators("dflash2", **keys, block_size=4, aux_hidden_state_layer_ids=[2, 4])
     drafter, w = load_drafter(written(tmp_path / "d", config, w), target), doubled(w)
@@ -125,8 +126,8 @@ def test_dflash2(layout: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
         assert close(decoded_logits(drafter, target, PROMPT, DRAFTED), expected)
 
 
-@pytest.mark.parametrize("width", [16, 0], ids=["narrow", "of the target's width"])
-def test_lilicorr(width: int, tmp_path: Path, target: LlamaForCausalLM) -> None:
+@pytest.mark.parametrize(("width", "older"), [(16, False), (0, True)], ids=["narrow", "as wide, numbered names"])
+def test_lilicorr(width: int, older: bool, tmp_path: Path, target: LlamaForCausalLM) -> None:
     """A transformer over all candidates of the block; the scores of a token after another are a scaled cosine."""
     size = width or HIDDEN
     config = llama_config(model_type="qwen3", num_target_layers=6, architectures=["LiLiCorrDraftModel"], block_size=4)
@@ -135,7 +136,8 @@ def test_lilicorr(width: int, tmp_path: Path, target: LlamaForCausalLM) -> None:
     w = dflash_tensors() | lilicorr_tensors(hidden_size=size)
     if not width:
         w = {name: value for name, value in w.items() if "token_proj" not in name}
-    drafter, w = load_drafter(written(tmp_path / "d", config, w), target).double(), doubled(w)
+    stored = {numbered(name): value for name, value in w.items()} if older else w
+    drafter, w = load_drafter(written(tmp_path / "d", config, stored), target).double(), doubled(w)
     drafter.attach(target)
     context, block = hidden_states(target, [2, 4]), embedded(target, [DRAFTED[0], 17, 17, 17])
     states = block_states(w, context, block, [torch.ones(4, len(PROMPT) + 4, dtype=torch.bool)])[1:]
@@ -151,11 +153,11 @@ def test_lilicorr(width: int, tmp_path: Path, target: LlamaForCausalLM) -> None:
     rank = (torch.arange(4) / 3).expand(3, 4).double()
     numbers = torch.stack([best, best.exp(), best - best[:, :1], rank, (rank == 0).double()], -1)
     numbers = (numbers - numbers.mean(-1, keepdim=True)) / (numbers.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
-    numbers = numbers * w["lilicorr.feature_mlp.0.weight"] + w["lilicorr.feature_mlp.0.bias"]
+    numbers = numbers * w["lilicorr.feature_norm.weight"] + w["lilicorr.feature_norm.bias"]
     embeds = target.get_input_embeddings().weight[tokens]
     x = projected("token_proj", embeds) if width else embeds
     x = x + projected("pass_hidden_proj", states)[:, None]
-    x = x + projected("feature_mlp.3", torch.nn.functional.silu(projected("feature_mlp.1", numbers)))
+    x = x + projected("feature_mlp.down_proj", torch.nn.functional.silu(projected("feature_mlp.up_proj", numbers)))
     x = (x + w["lilicorr.slot_embedding"][0, 0] + w["lilicorr.rank_embedding"][0, 0]).reshape(12, size)
     for i in range(2):
         name = f"lilicorr.layers.{i}.attn"
@@ -171,8 +173,8 @@ def test_lilicorr(width: int, tmp_path: Path, target: LlamaForCausalLM) -> None:
                     scores[a, b] += w["lilicorr.same_slot_bias"][head] if a // 4 == b // 4 else 0
             heads.append(scores.softmax(-1) @ v[:, part])
         x = x + projected(f"layers.{i}.attn.out_proj", torch.cat(heads, -1))
-        read = projected(f"layers.{i}.mlp.0", rms(x, w[f"lilicorr.layers.{i}.mlp_norm.weight"]))
-        x = x + projected(f"layers.{i}.mlp.2", torch.nn.functional.silu(read))
+        read = projected(f"layers.{i}.mlp.up_proj", rms(x, w[f"lilicorr.layers.{i}.mlp_norm.weight"]))
+        x = x + projected(f"layers.{i}.mlp.down_proj", torch.nn.functional.silu(read))
     x = rms(x, w["lilicorr.output_norm.weight"])
     last = rms(context[-1] @ w["fc.weight"].T, w["hidden_norm.weight"])
     last = rms(projected("context_proj", last), w["lilicorr.anchor_norm.weight"])
@@ -218,6 +220,7 @@ def test_block_drafters_of_other_projects(layout: str, tmp_path: Path, target: L
 
 
 WIDE, SWA, SINKS = {"use_sliding_window": True, "sliding_window": 5}, {"use_swa": True, "swa_window_size": 5}, {"sinks"}
+AUTOMODEL = {"architectures": ["Qwen3DFlashDraftModel"], "is_causal": False}
 MIXED = {**WIDE, "layer_types": ["sliding_attention", "full_attention"]}
 ATTENTION: dict[str, tuple[dict[str, Any], dict[str, Any], set[str], tuple[bool, bool], tuple[bool, bool]]] = {
     # The keys beside and in `dflash_config`; the tensors; for both layers whether they have a window, and are causal.
@@ -234,6 +237,14 @@ ATTENTION: dict[str, tuple[dict[str, Any], dict[str, Any], set[str], tuple[bool,
         (True, True),
         (True, True),
     ),
+    "Automodel's, two-sided": (
+        AUTOMODEL | WIDE | {"layer_types": ["sliding_attention"] * 2},
+        {"block_size": 4},
+        set(),
+        (True, True),
+        (False, False),
+    ),
+    "Automodel's JetSpec": (AUTOMODEL, {"causal": True}, set(), (False, False), (True, True)),
     "Nemotron's DSpark": (
         {"architectures": ["Qwen3DSparkModel"], "layer_types": ["sliding_attention"] * 2, "markov_rank": 5}
         | {"dspark_bonus_anchor": True, "dflash_query_causal": True, "attention_sink_bias": True},

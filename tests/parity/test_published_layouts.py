@@ -37,7 +37,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from draftsmith import load_drafter
+from draftsmith import ConfigError, load_drafter
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 
 
@@ -138,6 +138,22 @@ def test_sglang_and_vllm_folders_are_one_drafter_and_ids_differ_by_one(
     wanted = decoded_logits(load_drafter(vllm, target), target, PROMPT, DRAFTED)
     assert torch.equal(logits([1, 2, 4]), wanted)
     assert not close(logits([2, 3, 5]), wanted), "the trap: the same numbers mean other layers"
+
+
+def test_automodels_eagle3_is_the_repositorys_without_ids(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    """Names below `model.`, and the target's number of layers beside the one that is there."""
+    tensors = eagle3_tensors(KEPT)
+    tensors["embed_tokens.weight"] = target.get_input_embeddings().weight
+    flat = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
+    config = llama_config(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=len(KEPT))
+    theirs = config | {"architectures": ["LlamaEagle3DraftModel"], "num_hidden_layers": 6, "parallel_drafting": False}
+    outer = ("lm_head.weight", "d2t", "t2d")
+    named = {name if name in outer else f"model.{name}": value for name, value in tensors.items()}
+    drafters = [load_drafter(written(tmp_path / "d", *one), target) for one in ((config, flat), (theirs, named))]
+    wanted, logits = (decoded_logits(one, target, PROMPT, DRAFTED) for one in drafters)
+    assert torch.equal(logits, wanted)
+    with pytest.raises(ConfigError, match=r"parallel_drafting=True in config\.json; expected False"):
+        load_drafter(written(tmp_path / "d", theirs | {"parallel_drafting": True}, named), target)
 
 
 def test_the_layers_own_sizes_positions_and_epsilon_count(

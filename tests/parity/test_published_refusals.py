@@ -91,6 +91,7 @@ KEYS: list[tuple[str, str, Any]] = [
     ("zlab2", "dflash_config.selector_top_k", 65),
     ("zlab2", "dflash_config.selector_rank", None),
     ("lilicorr", "dflash_config.lilicorr_candidate_topk", 6),
+    ("lilicorr", "dflash_config.lilicorr_candidate_topk", 32),
     ("lilicorr", "dflash_config.lilicorr_logit_scale", None),
     ("lilicorr", "dflash_config.lilicorr_vector_eps", float("inf")),
     ("lilicorr", "dflash_config.conv_kernel_size", 2.5),

@@ -146,6 +146,16 @@ def angelslim_eagle3(target: LlamaForCausalLM) -> Folder:
     return config | {"architectures": ["Eagle3LlamaForCausalLM"]}, tensors
 
 
+def automodel_eagle3(target: LlamaForCausalLM) -> Folder:
+    """NeMo Automodel's files, with the target's number of layers, and the target's embeddings."""
+    config, tensors = eagle3_of_the_repository(target)
+    config |= {"architectures": ["LlamaEagle3DraftModel"], "num_hidden_layers": 6, "parallel_drafting": False}
+    inner = {name.replace("midlayer.", LAYER): value for name, value in tensors.items()}
+    inner["embed_tokens.weight"] = target.get_input_embeddings().weight
+    outer = ("lm_head.weight", "d2t", "t2d")
+    return config, {name if name in outer else f"model.{name}": value for name, value in inner.items()}
+
+
 def zlab_dflash(target: LlamaForCausalLM) -> Folder:
     """z-lab's files, SpecForge's, and what SGLang reads."""
     config = llama_config(model_type="qwen3", architectures=["DFlashDraftModel"], num_target_layers=6, block_size=4)
@@ -238,7 +248,8 @@ def deepspec_dflash(target: LlamaForCausalLM) -> Folder:
     """A DSpark of rank 0, with the target's embeddings and lm_head."""
     config = llama_config(model_type="qwen3", architectures=["Qwen3DSparkModel"], num_target_layers=6, block_size=4)
     config |= {"target_layer_ids": [1, 3], "mask_token_id": 17, "layer_types": ["full_attention"], "markov_rank": 0}
-    return config | {"enable_confidence_head": False}, dflash_tensors() | _targets(target)
+    config |= {"enable_confidence_head": False, "num_anchors": 64}
+    return config, dflash_tensors() | _targets(target)
 
 
 def deepspec_dspark(target: LlamaForCausalLM, kind: str = "vanilla") -> Folder:
@@ -326,10 +337,12 @@ LAYOUTS: list[tuple[Callable[[LlamaForCausalLM], Folder], str]] = [
     (zlab_dflash_in_windows, "sglang"),
     (zlab_dflash_in_windows, "vllm"),
     (zlab_dflash_in_windows_not_causal, "vllm"),
+    (zlab_dflash_in_windows_not_causal, "sglang"),
     (nemotron_dspark, "vllm"),
     (zlab_dflash2, "sglang"),
     (speculators_dflash2, "vllm"),
     (zlab_dflash2_in_a_window, "vllm"),
+    (zlab_dflash2_in_a_window, "sglang"),
     (lilicorr, "vllm"),
     (lilicorr_with_convolutions, "sglang"),
     (deepspec_dflash, "sglang"),
@@ -387,6 +400,7 @@ CONVERSIONS: list[tuple[Callable[[LlamaForCausalLM], Folder], str]] = [
     (zlab_dflash, "vllm"),  # ids count from 1, the convention of the anchor is written
     (sglang_eagle3, "vllm"),  # ids count from 1, norm_before_residual is written
     (angelslim_eagle3, "sglang"),  # another class
+    (automodel_eagle3, "sglang"),
     (angelslim_dflash, "sglang"),
     (eagle3_of_the_repository, "sglang"),  # the ids that are missing there are written
     (speculators_peagle, "transformers"),
@@ -447,7 +461,14 @@ def test_deepspecs_dspark_in_speculators_layout(tmp_path: Path, target: LlamaFor
 
 
 UNSUITED: dict[str, tuple[dict[str, Any], str]] = {
-    "windows, not causal": ({"window": 9}, r"causal layers \[False, False\] for windows \[9, 9\]; expected causal"),
+    "a causal DSpark": (
+        {"sample_from_anchor": True, "causal": True},
+        "causal layers; expected layers that see the whole block, or format=vllm",
+    ),
+    "many candidates": (
+        {"block_size": 4, "lilicorr_candidate_topk": 32, "lilicorr_hidden_size": 8, "lilicorr_factor_dim": 4},
+        "lilicorr_candidate_topk=32; expected a power of two, at most 16, or format=transformers",
+    ),
     "a trained mask": (
         {"trained_mask": True},
         "a trained mask embedding; expected the embedding of a token, or format=vllm",

@@ -95,12 +95,12 @@ def vllms_own(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, A
     return seen
 
 
-def written(name: str, target: LlamaForCausalLM, folder: Path) -> tuple[dict[str, Any], Seen]:
+def written(name: str, target: LlamaForCausalLM, folder: Path, format: str = "vllm") -> tuple[dict[str, Any], Seen]:
     """Return the config of an export, and what the drafter was trained to see."""
     kind, sees = CASES[name]
     drafter = made("dflash", target, block_size=3, markov_rank=4 if kind == "dspark" else 0)
     drafter.body.sees = sees
-    out = exported(drafter, target, "vllm", folder).folder
+    out = exported(drafter, target, format, folder).folder
     again = load_drafter(out, target).body.sees
     trained = [(window, sees.causal or (sees.causal_windows and window is not None)) for window in sees.windows]
     assert [
@@ -114,6 +114,13 @@ def written(name: str, target: LlamaForCausalLM, folder: Path) -> tuple[dict[str
 @pytest.mark.parametrize("name", CASES)
 def test_vllm_resolves_each_layer_to_what_was_trained(name: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
     config, trained = written(name, target, tmp_path / "out")
+    assert stated(config) == trained
+
+
+@pytest.mark.parametrize("name", [name for name, (kind, _) in CASES.items() if kind == "dflash"])
+def test_sglang_resolves_each_layer_to_what_was_trained(name: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
+    """Its rule in flat layouts (0.5.23) is the same: `is_causal`, or else the windows."""
+    config, trained = written(name, target, tmp_path / "out", "sglang")
     assert stated(config) == trained
 
 
