@@ -4,9 +4,9 @@
     python benchmarks/recipe_costs.py --write     # also write the headers of recipes/
 
 The shapes are those of tests/recipes/architectures.yaml. Memory is the output of `draftsmith memory`, under bf16
-autocast on one process. Time is operations at 40 % and
-bytes at 50 % of the machine's peak, see train/time_estimate.py; Python and kernel launches come on top, most of all in
-sampling.
+autocast on one process, or on as many as a recipe divides its target or texts among. Time is operations at 40 % and
+bytes at 50 % of the peak of a machine with that memory, see train/time_estimate.py; Python, kernel launches and layers
+that are gathered from other GPUs come on top, most of all in sampling.
 """
 
 import argparse
@@ -30,6 +30,8 @@ SIZES = (8, 16, 24, 48, 80, 141)
 """Memory sizes of accelerators, in GiB."""
 ROOM = 0.9
 """Share of the memory that a run may use."""
+OF_SHARDED = 8
+"""GPUs of a recipe with `target.sharded`, as in accelerate/fsdp2_8gpu.yaml."""
 
 
 def arguments() -> argparse.Namespace:
@@ -37,7 +39,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "recipes", nargs="*", help="default: all whose target is in the file of shapes, and that were not measured"
     )
-    parser.add_argument("--on", choices=tuple(MACHINES), help="default: rtx4090 where 24 GB are enough, otherwise h100")
+    parser.add_argument("--on", choices=tuple(MACHINES), help="default: rtx4090 to 24 GB, h100 to 80 GB, else h200")
     parser.add_argument("--write", action="store_true", help="write both lines into the recipes")
     return parser.parse_args()
 
@@ -54,12 +56,15 @@ def costs(name: str, shapes: dict[str, dict[str, Any]], on: str | None) -> tuple
             AutoConfig.for_model(**shapes[recipe.drafter.model]).save_pretrained(folder)
             recipe = load_recipe(name, [f"drafter.model={folder}"])
         config = AutoConfig.for_model(**shapes[recipe.target.model])
-        memory = estimate_memory(recipe, config, bf16=True)
-        work = estimate_work(recipe, config, memory, bf16=True)
-    size = next((size for size in SIZES if memory.peak < ROOM * size * 2**30), None)
-    device = f"one GPU of {size} GB" if size else "several GPUs, with target.sharded"
-    on = on or ("rtx4090" if size and size <= 24 else "h100")
-    hardware = f"{device}: {_gib(memory.training)} in training, {_gib(memory.sampling)} while it samples (computed)"
+        count = max(recipe.train.sequence_parallel, OF_SHARDED * recipe.target.sharded)
+        memory = estimate_memory(recipe, config, bf16=True, processes=count, sharded=count > 1)
+        work = estimate_work(recipe, config, memory, bf16=True, processes=count)
+    size = next(size for size in SIZES if memory.peak < ROOM * size * 2**30)
+    gpus = "one GPU" if count == 1 else f"{count} GPUs"
+    on = on or ("rtx4090" if size <= 24 else "h100" if size <= 80 else "h200")
+    hardware = (
+        f"{gpus} of {size} GB: {_gib(memory.training)} in training, {_gib(memory.sampling)} while it samples (computed)"
+    )
     return hardware, f"{work.on(on)} (computed)"
 
 

@@ -166,23 +166,14 @@ def load_drafter(
     folder = local_folder(str(path_or_repo), revision)
     config, stored = read_config(folder, path_or_repo)
     if stored is not None:
-        _require_fit(stored, path_or_repo, target, tokenizer)
+        _require_shapes(stored, path_or_repo, target, tokenizer)
+        _require_weights(stored, path_or_repo, target)
     drafter = _read(folder, stored, config, target)
     if not unstated:
         _require_stated(drafter, path_or_repo)
     require_finite(path_or_repo, drafter.state_dict().items())
     drafter.attach(target)
-    wanted = text_config(target).vocab_size
-    foreign = stored is None or drafter.vocab_size != wanted  # imported drafters keep their own padding
-    if foreign and isinstance(drafter, DraftModel) and tokenizer is not None:
-        drafter.shared_vocabulary = shared_vocabulary(folder, path_or_repo, tokenizer)
-    elif stored is None and tokenizer is not None:
-        require_same_tokens(folder, path_or_repo, tokenizer)
-    if drafter.vocab_size != wanted and drafter.shared_vocabulary is None:
-        raise ConfigError(
-            f"drafter={path_or_repo} has a vocabulary of {drafter.vocab_size}; expected the target's {wanted}, or "
-            "the target's tokenizer to show that only the padding differs"
-        )
+    _compare_vocabulary(drafter, stored, folder, path_or_repo, target, tokenizer)
     if tokenizer is not None:
         drafter.limit_vocabulary(known_tokens(tokenizer))
     parameter = next(target.parameters())
@@ -206,15 +197,41 @@ def unattached_drafter(
     """Return the drafter of a folder or repository as it is stored, not attached to a target.
 
     `target` may be on torch's meta device: then its weights are taken for those that the drafter shares. `tokenizer`:
-    the target's, which is compared with the one in the folder of another project, if there is one.
+    the target's; without it, a draft model with another vocabulary size is taken for one with other padding.
     """
     folder = local_folder(path_or_repo)
     config, stored = read_config(folder, path_or_repo)
+    if stored is not None:
+        _require_shapes(stored, path_or_repo, target, tokenizer)
     drafter = _read(folder, stored, config, target)
-    if stored is None and tokenizer is not None and not isinstance(drafter, DraftModel):
-        require_same_tokens(folder, path_or_repo, tokenizer)
+    if tokenizer is None and isinstance(drafter, DraftModel):
+        drafter.shared_vocabulary = min(drafter.vocab_size, text_config(target).vocab_size)
+    _compare_vocabulary(drafter, stored, folder, path_or_repo, target, tokenizer)
     _require_stated(drafter, path_or_repo)
     return drafter
+
+
+def _compare_vocabulary(
+    drafter: Drafter,
+    stored: StoredDrafter | None,
+    folder: Path,
+    name: str | Path,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> None:
+    """Set the tokens that a draft model of another project shares with the target; ConfigError for other tokens."""
+    wanted = text_config(target).vocab_size
+    foreign = stored is None or drafter.vocab_size != wanted  # imported drafters keep their own padding
+    if foreign and isinstance(drafter, DraftModel) and tokenizer is not None:
+        drafter.shared_vocabulary = shared_vocabulary(folder, name, tokenizer)
+    elif stored is None and tokenizer is not None:
+        require_same_tokens(folder, name, tokenizer)
+    shared, own = drafter.shared_vocabulary, drafter.vocab_size
+    if own != wanted and (shared is None or (own is not None and shared > own)):
+        raise ConfigError(
+            f"drafter={name} has a vocabulary of {drafter.vocab_size}; expected the target's {wanted}, or "
+            "the target's tokenizer to show that only the padding differs"
+        )
 
 
 def _require_stated(drafter: Drafter, name: str | Path) -> None:
@@ -296,10 +313,10 @@ def _language_model(folder: Path) -> PreTrainedModel:
     return load_all_weights("drafter", folder, auto, trust_remote_code=False)
 
 
-def _require_fit(
+def _require_shapes(
     stored: StoredDrafter, name: str | Path, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
-    """Raise ConfigError unless the checkpoint was trained for the target's shapes, tokenizer and weights."""
+    """Raise ConfigError unless the checkpoint was trained for the target's shapes and tokenizer."""
     if stored.type not in HEADS:
         raise ConfigError(f"drafter={name} is of type {stored.type!r}; expected one of {sorted(HEADS)}")
     made_for, reads_states = stored.target, HEADS[stored.type].needs != Needs()
@@ -313,6 +330,11 @@ def _require_fit(
     recorded = made_for.tokenizer_fingerprint
     if tokenizer is not None and recorded is not None and recorded != tokenizer_fingerprint(tokenizer):
         raise ConfigError(f"drafter={name} was trained for {made_for.name} with another tokenizer; expected the same")
+
+
+def _require_weights(stored: StoredDrafter, name: str | Path, target: PreTrainedModel) -> None:
+    """Raise ConfigError unless a checkpoint that reads hidden states was trained for the target's weights."""
+    made_for, reads_states = stored.target, HEADS[stored.type].needs != Needs()
     fingerprints = {made_for.model_fingerprint, made_for.float16_fingerprint}
     if reads_states and fingerprints.isdisjoint(model_fingerprints(target)):
         raise ConfigError(

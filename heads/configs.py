@@ -5,12 +5,13 @@ Adding a drafter takes its own file in this package and its section and entry he
 """
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import reduce
 from operator import or_
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from draftsmith.config import Count, Depth, Location, Number, Section, Whole
 from draftsmith.errors import ConfigError
@@ -269,11 +270,35 @@ DRAFTERS: dict[str, DrafterEntry] = {
     ),
 }
 
+
+class StoredSection(DrafterSection):
+    """Options of a drafter whose type is in the files that `start_from` names; its own section checks their values."""
+
+    model_config = ConfigDict(extra="allow")
+    type: None = None
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> Self:
+        known = dict.fromkeys(key for entry in DRAFTERS.values() for key in entry.section.model_fields)
+        for key, value in (self.model_extra or {}).items():
+            if key not in known:
+                near = get_close_matches(key, known, 1, cutoff=0.5)
+                hint = f"did you mean drafter.{near[0]}?" if near else "expected a key of a drafter's section"
+                raise ConfigError(f"unknown key drafter.{key}={value!r}; {hint}")
+        return self
+
+
+def _type_of(section: Any) -> str:
+    kind = section.get("type") if isinstance(section, dict) else getattr(section, "type", section)
+    return "" if kind is None else str(kind)
+
+
 if TYPE_CHECKING:
     AnyDrafterSection = DrafterSection
 else:
-    _SECTIONS = (entry.section for entry in DRAFTERS.values())
-    AnyDrafterSection = Annotated[reduce(or_, _SECTIONS), Field(discriminator="type")]
+    _SECTIONS = {"": StoredSection} | {name: entry.section for name, entry in DRAFTERS.items()}
+    _TAGGED = (Annotated[section, Tag(name)] for name, section in _SECTIONS.items())
+    AnyDrafterSection = Annotated[reduce(or_, _TAGGED), Discriminator(_type_of)]
     """The section of any drafter, chosen by `type`."""
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.config import section_of
 from draftsmith.distill.load_target import DTYPES, LoadedTarget, decoder_class, load_tokenizer
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS, TrainableDrafter
@@ -43,7 +44,8 @@ def with_section(recipe: Recipe) -> Recipe:
     # Whether the mask was trained shows beside the target's weights; a recipe has one window for all layers.
     unknown = ("mask_token", "window") if isinstance(described.get("window"), list) else ("mask_token",)
     described = {name: value for name, value in described.items() if name not in unknown}
-    section = kind.model_validate({"type": recipe.drafter.type or stored.type, **described, **_given(recipe.drafter)})
+    values = {"type": recipe.drafter.type or stored.type, **described, **_given(recipe.drafter)}
+    section = section_of(kind, lambda path: ".".join(map(str, ("drafter", *path))), values)
     return recipe.model_copy(update={"drafter": section})
 
 

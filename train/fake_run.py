@@ -115,6 +115,7 @@ def dry_step(
         drafter = new_drafter(recipe, target, from_files=False)
     else:
         drafter = type(start).from_config(start.config())
+        drafter.shared_vocabulary = start.shared_vocabulary
         drafter.train_further(**recipe.drafter_options())
     drafter.attach(target)
     check_target(recipe, target, drafter)

@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 from draftsmith.config import Location, Section, expected
 from draftsmith.distill.data_section import SELF, DataSection, ServerSection, SourceSection, for_each_source
 from draftsmith.errors import ConfigError, reason_of
-from draftsmith.heads.configs import DRAFTERS, AnyDrafterSection, DrafterSection, is_named
+from draftsmith.heads.configs import DRAFTERS, AnyDrafterSection, StoredSection, is_named
 from draftsmith.names import (
     check_attention,
     check_drafter_name,
@@ -53,8 +53,8 @@ class Recipe(Section):
     """Name of the run, in trackers and reports."""
     output: Location
     """Folder of the run; it is resumed when it holds the same recipe, and refused when it holds another."""
-    drafter: AnyDrafterSection = DrafterSection(type=None)
-    """By default the one that `start_from` names."""
+    drafter: AnyDrafterSection = StoredSection()
+    """By default the one that `start_from` names; without a type, its training options."""
     start_from: str | None = None
     """A trained drafter to start from: a folder or a Hub id, also in another project's layout. The keys of `drafter`
     that change what it computes are read from it."""
@@ -77,7 +77,8 @@ class Recipe(Section):
         """Raise ConfigError for keys that exclude each other, whatever the machine."""
         data = self.data
         if self.drafter.type is None and (self.start_from is None or is_named(self.start_from)):
-            raise ConfigError("drafter is missing; expected a section with a type, or start_from with a trained one")
+            expected = f"one of {', '.join(DRAFTERS)}, or start_from with a trained drafter"
+            raise ConfigError(f"drafter.type is missing; expected {expected}")
         for given, key, others, instead in self._exclusions():
             other = next((name for name, holds in others.items() if holds), None)
             if given and other is not None:
@@ -144,11 +145,16 @@ class Recipe(Section):
                     "least 2 prompts, for an interval"
                 )
 
-    def require_paths(self) -> None:
-        """Raise ConfigError for a target, prompts, a teacher's file or a chat template that does not exist."""
+    def require_paths(self, prompts: bool = True) -> None:
+        """Raise ConfigError for a target, prompts, a teacher's file or a chat template that does not exist.
+
+        Args:
+            prompts: whether the run reads them; estimates do not.
+        """
         check_target_name(self.target.model, "target.model")
-        for key, prompts in {"data.prompts": self.data.prompts, "evaluation.prompts": self.evaluation.prompts}.items():
-            for_each_source(check_prompts_name)(prompts, key)
+        read = {"data.prompts": self.data.prompts, "evaluation.prompts": self.evaluation.prompts} if prompts else {}
+        for key, named in read.items():
+            for_each_source(check_prompts_name)(named, key)
         if self.teacher.kind == "files" and not Path(self.teacher.file or "").expanduser().is_dir():
             raise ConfigError.of("teacher.file", self.teacher.file, "a folder of hidden states")
         if self.data.chat_template is not None:
@@ -174,6 +180,13 @@ class Recipe(Section):
                 f"train.batch_size={self.train.batch_size}; expected a multiple of {parts} = {processes} processes{of} "
                 f"x gradient_accumulation={accumulation}"
             )
+
+    @property
+    def unread_answers(self) -> int:
+        """Answers to prompts of one turn that are sampled and that no step reads; 0 where rows hold several answers."""
+        if self.data.answered or self.data.pack:
+            return 0
+        return max(0, self.data.count * self.data.responses - self.train.steps * self.train.batch_size)
 
     def drafter_options(self) -> dict[str, Any]:
         """Return the keyword arguments of the drafter's `from_target`, without its draft vocabulary."""

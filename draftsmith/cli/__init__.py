@@ -130,6 +130,10 @@ class Memory(Section):
     """A GPU, such as h100 or 4090: does the run fit, how long does it take?"""
 
 
+UNCOUNTED = (
+    "  computed from operations and bytes; kernel launches and Python come on top, most of all while a small target "
+    "samples, and with --sharded the layers that each pass gathers"
+)
 SERVED_NOTE = (
     "  that is for data.prompts with the answers of an engine that serves the target in 4 bits, and needs host memory "
     "for the target in 16 bits: docs/guide/scale.md#a-target-that-fits-only-in-4-bits"
@@ -167,7 +171,7 @@ def memory(settings: Memory, as_json: Json = False) -> None:
     if machine is not None:
         work = estimate_work(checked, config, estimate, processes=processes, bf16=bf16)
         seconds = {"sampling": work.sampling_seconds(machine), "training": work.training_seconds(machine)}
-        lines, room = [work.on(machine)], room_on(machine)
+        lines, room = [work.on(machine), UNCOUNTED], room_on(machine)
         if not as_json:
             small = estimate.announced <= room
             more = [] if small else fitting_overrides(checked, room, lambda values: estimated(*values).totals)
@@ -179,6 +183,8 @@ def memory(settings: Memory, as_json: Json = False) -> None:
     if as_json:
         return print_json({"bytes": estimate.phases, "disk_bytes": estimate.disk, "seconds": seconds})
     typer.echo(f"about {estimate}")
+    if checked.unread_answers:
+        lines.append(f"{checked.unread_answers:,} of the answers that it samples are in no step: lower data.count")
     for line in lines:
         typer.echo(line)
     launch: list[object] = []

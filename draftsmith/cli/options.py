@@ -191,12 +191,12 @@ def template_words(settings: PairSettings) -> list[str]:
 
 
 def checked_recipe(name: str, overrides: list[str] | None, *, read_prompts: bool = True) -> "Recipe":
-    """Return a recipe whose target and files exist; `read_prompts`: also data sets of the Hub, or the Hub answers."""
+    """Return a recipe whose target and files exist; `read_prompts`: also its prompts, in files or on the Hub."""
     from draftsmith.distill.data_section import for_each_source
     from draftsmith.train.recipe import load_recipe
 
     recipe = load_recipe(name, overrides)
-    recipe.require_paths()
+    recipe.require_paths(read_prompts)
     require_folder("output", Path(recipe.output))
     require_cached_without_hub(recipe.target.model, "target.model")
     for key, drafter in {"start_from": recipe.start_from, "drafter.model": recipe.draft_model}.items():

@@ -208,6 +208,21 @@ def test_a_drafter_of_another_target_is_not_continued(
         with_section(load_recipe("continue/any_prompts", given))
 
 
+def test_options_of_training_beside_a_published_drafter(target: Path, tmp_path: Path) -> None:
+    """Without its type, which is read from the files; keys are checked as in a section with it."""
+    folder = written(tmp_path / "published", *zlab_dflash(six_layers()))
+    given = [f"target.model={target}", f"start_from={folder}", "output=out"]
+    section = with_section(load_recipe("continue/any_prompts", [*given, "drafter.anchors=8"])).drafter
+    assert (section.type, section.model_dump()["anchors"], section.model_dump()["block_size"]) == ("dflash", 8, 4)
+    for key, said in {
+        "anchors=0": "drafter.anchors=0; expected >= 1",
+        "block_size=3": "drafter.block_size=3; expected 4, as start_from=",
+        "train_steps=2": "unknown key drafter.train_steps=2; expected one of type, ",
+    }.items():
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            with_section(load_recipe("continue/any_prompts", [*given, f"drafter.{key}"]))
+
+
 def test_a_drafter_with_another_tokenizer_is_not_continued(target: Path, tmp_path: Path) -> None:
     """Before the target is loaded; a tokenizer with the target's tokens and one for the mask is accepted."""
     folder = written(tmp_path / "published", *zlab_dflash(six_layers()))

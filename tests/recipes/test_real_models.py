@@ -15,6 +15,7 @@ from draftsmith import SpeculativeDecoder, load_drafter
 from draftsmith.cli import main as command
 from draftsmith.distill.load_target import decoder_class, load_target
 from draftsmith.train.__main__ import main
+from draftsmith.train.machines import MACHINES
 from draftsmith.train.memory_estimate import estimate_memory
 from draftsmith.train.recipe import load_recipe, shipped_recipes
 from draftsmith.train.run_folder import read_metrics
@@ -102,12 +103,56 @@ def test_a_recipe_trains_on_a_small_model_of_the_kind(
 @pytest.mark.parametrize("name", REAL)
 def test_a_header_tells_hardware_time_and_what_to_approach(name: str) -> None:
     header = shipped_recipes()[name].split("\nname:")[0]
-    gpus = "several GPUs, with target.sharded" if load_recipe(name).target.sharded else "one GPU of"
+    gpus = "8 GPUs of" if load_recipe(name).target.sharded else "one GPU of"
     measured = "# Measured: " in header
     gpus, figures = ("any", "# Measured: ") if measured else (gpus, "# Approach: ")
     for line in ("# Launch:   accelerate launch", f"# Hardware: {gpus}", "# Time:     about", figures):
         assert header.count(f"\n{line}") == 1, line
     assert ("(computed)" in header) != measured, "what was never run says so"
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_hours_are_of_a_machine_that_has_the_memory(name: str) -> None:
+    header = shipped_recipes()[name]
+    card, machine = re.search(r"# Hardware: .* GPUs? of (\d+) GB", header), re.search(r"h on (\w+): sampling", header)
+    if card is not None and machine is not None:
+        assert MACHINES[machine[1]][2] >= min(int(card[1]), 140)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_every_answer_that_is_sampled_is_trained_on(name: str) -> None:
+    """The rule for `data.count`: sampling costs hours, and a step reads `train.batch_size` answers."""
+    for overrides in ([], thinking_overrides(name)):
+        assert load_recipe(name, overrides).unread_answers == 0
+
+
+def test_estimates_read_no_prompts(
+    tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Recipes whose prompts are the user's have an estimate before the file is there."""
+    names = [name for name in REAL if load_recipe(name).data.prompts == "prompts.jsonl"]
+    assert len(names) >= 5
+    folder, given = small_model(SHAPES["openai-community/gpt2"], tmp_path / "target", tiny_tokenizer), tmp_path / "out"
+    recipe = "llama3.1-8b/eagle3_32k"
+    changed = ["data.prompt_tokens=64", "data.response_tokens=16", "drafter={type: medusa}", "target.tensor_parallel=1"]
+    changed += [
+        "train.sequence_parallel=1",
+        "train.steps=100",
+        "train.draft_length=3",
+        f"target.model={folder}",
+        f"output={given}",
+    ]
+    command_line = ["memory", recipe, *changed, "--on", "h100"]
+    with pytest.raises(SystemExit) as ended:
+        command(command_line)
+    said, problem = capsys.readouterr()
+    assert ended.value.code in (0, None), problem
+    assert "kernel launches and Python come on top" in said
+    assert "3,200 of the answers that it samples are in no step: lower data.count" in said
+    with pytest.raises(SystemExit) as ended:
+        command(["data", "prepare", recipe, *changed])
+    assert ended.value.code == 2
+    assert "data.prompts=prompts.jsonl" in capsys.readouterr().err
 
 
 def thinking_overrides(name: str) -> list[str]:

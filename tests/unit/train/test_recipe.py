@@ -98,8 +98,19 @@ def test_files_and_overrides(tmp_path: Path) -> None:
         load_recipe(str(file))
     with pytest.raises(ConfigError, match=r"did you mean medusa/any_prompts\?"):
         load_recipe("medusa/any_prompt")
-    with pytest.raises(ConfigError, match="drafter is missing"):
-        parse_recipe({"name": "x", "output": "y"}, "here")
+    for section in ({}, {"drafter": {"num_heads": 3}}, {"drafter": {"type": None}}):
+        with pytest.raises(ConfigError, match=r"drafter\.type is missing; expected one of draft_model, medusa, hydra"):
+            parse_recipe({"name": "x", "output": "y", **section}, "here")
+
+
+def test_options_of_a_drafter_whose_type_is_in_its_files() -> None:
+    recipe = load_recipe("continue/any_prompts", ["start_from=org/name", "drafter.anchors=8"])
+    assert (recipe.drafter.type, recipe.drafter_options()) == (None, {"anchors": 8})
+    assert parse_recipe(recipe.model_dump(), "stored") == recipe
+    with pytest.raises(ConfigError, match=r"unknown key drafter\.anchorz=8; did you mean drafter\.anchors\?"):
+        load_recipe("continue/any_prompts", ["start_from=org/name", "drafter.anchorz=8"])
+    with pytest.raises(ConfigError, match=r"drafter\.type='dflesh'; expected one of draft_model"):
+        load_recipe("continue/any_prompts", ["start_from=org/name", "drafter.type=dflesh"])
 
 
 def test_the_home_folder_has_a_short_name(monkeypatch: pytest.MonkeyPatch) -> None:
