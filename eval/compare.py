@@ -52,6 +52,8 @@ class Comparison:
     speedup: Contrast | None
     """None where one side has no measurement of the target alone."""
     tau: Contrast
+    served: bool = False
+    """Whether a side was measured on a server: each speedup is then relative to the target alone in its own engine."""
     cause: str = ""
     """Why an engine may accept something else than the local decoder, where it does."""
 
@@ -68,10 +70,15 @@ class Comparison:
         bounds, prompts = f"[{ratio.low:.3f}, {ratio.high:.3f}]", sum(map(len, self.units))
         if not ratio.real:
             return (
-                f"{where}: no difference in speed between {self.a} and {self.b} that {prompts} prompts can show "
-                f"(B/A {ratio.ratio:.3f} {bounds}); {self._taus}."
+                f"{where}: no difference in speed{'up' * self.served} between {self.a} and {self.b} that {prompts} "
+                f"prompts can show (B/A {ratio.ratio:.3f} {bounds}); {self._taus}."
             )
         better, worse, gain = (self.b, self.a, ratio.ratio) if ratio.ratio > 1 else (self.a, self.b, 1 / ratio.ratio)
+        if self.served:
+            return (
+                f"{where}: the speedup of {better} is {gain:.2f} times that of {worse}, each over the target alone in "
+                f"its own engine (B/A {ratio.ratio:.3f} {bounds}); {self._taus}."
+            )
         return (
             f"{where}: {better} is {gain - 1:.1%} faster than {worse} (B/A {ratio.ratio:.3f} {bounds}); {self._taus}."
         )
@@ -102,6 +109,8 @@ def compare_evaluations(a: StoredEvaluation, b: StoredEvaluation | None = None) 
         arms = [[arm for arm in side[place] if arm != BASELINE] for side in sides]
         pairs = _pairs(*arms) if b is not None else list(combinations(arms[0], 2))
         found = [_compare(sides[0][place], sides[1][place], pair, place, named=b is not None) for pair in pairs]
+        if b is not None and (a.get("server") or b.get("server")):
+            found = [replace(each, served=True) for each in found]
         comparisons += (
             found if b is None else [_explained(each, a, b, pair) for each, pair in zip(found, pairs, strict=True)]
         )

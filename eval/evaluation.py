@@ -203,6 +203,11 @@ def dtype_of(model: nn.Module) -> torch.dtype | None:
     return next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), None)
 
 
+def above_tau(speedup: float, tau: float) -> str:
+    """Return the end of a note on a speedup of single texts that exceeds tau."""
+    return f"speedup {speedup:.2f} above tau {tau:.2f}: only noise explains that; measure again on a quiet machine."
+
+
 def guards(rows: Sequence[ResultRow], plain: PlainSpeeds | None, dtypes: dict[str, torch.dtype | None]) -> list[Guard]:
     """Return the results that are wrong or unfair.
 
@@ -215,8 +220,7 @@ def guards(rows: Sequence[ResultRow], plain: PlainSpeeds | None, dtypes: dict[st
         where = name_of(row) + ("" if row["category"] == OVERALL else f", {row['category']}")
         # A category of few prompts is noisier than that, and drafts may shorten the longest text of a batch by more.
         if row["category"] == OVERALL and row["batch_size"] == 1 and row["speedup"] > row["tau"]:
-            text = f"speedup {row['speedup']:.2f} above tau {row['tau']:.2f}: only noise explains that; measure again"
-            found.append({"guard": "speedup-above-tau", "message": f"{where}: {text} on a quiet machine."})
+            found.append({"guard": "speedup-above-tau", "message": f"{where}: {above_tau(row['speedup'], row['tau'])}"})
         if not -ROUNDING <= row["alpha"] <= 1 + ROUNDING:
             text = f"alpha={row['alpha']:.4f} is no share; the verification rule or its statistics are wrong."
             found.append({"guard": "alpha-range", "message": f"{where}: {text}"})

@@ -3,7 +3,7 @@
 The formats are in `heads/formats/`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -32,6 +32,15 @@ from draftsmith.names import EMBEDDED, GGUF, check_target_name
 from draftsmith.storage import atomic_folder, require_empty, write_text
 from draftsmith.terminal import Terminal, markdown_environment, stage
 
+ALONE = {
+    "vllm": Serving("vLLM", "vllm serve {folder}"),
+    "sglang": Serving("SGLang", "python -m sglang.launch_server --model-path {folder} --enable-metrics"),
+    "gguf": Serving("llama.cpp", "llama-server -m {folder}/drafter.gguf --port 8080 --metrics"),
+    "transformers": Serving(
+        "transformers", 'from transformers import AutoModel\n\ntarget = AutoModel.from_pretrained("{folder}")', "python"
+    ),
+}
+"""How to use a target that was written as a draft model, by format."""
 USUAL_LENGTH = 3
 """Draft length of a drafter that does not store the one that it was chosen for."""
 
@@ -46,6 +55,8 @@ class Exported:
     serving: Serving
     adapted: bool = False
     """The target was trained jointly with the drafter and is not the original."""
+    alone: bool = False
+    """The file is the target itself, which is served without a drafter."""
 
     @property
     def parameters(self) -> int:
@@ -97,6 +108,7 @@ def export_drafter(
     revision: str | None = None,
     dtype: str | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    alone: bool = False,
 ) -> Exported:
     """Write `drafter` into the folder `out`, in one step.
 
@@ -107,6 +119,7 @@ def export_drafter(
         target_name: the target that the engine loads: a Hub id or a folder.
         dtype: float32, bfloat16 or float16; by default the drafter's.
         tokenizer: the target's, written next to a drafter that is loaded as a standalone model.
+        alone: whether the drafter is the target itself.
 
     Raises:
         ConfigError: if the format cannot express the drafter; nothing is written then.
@@ -123,9 +136,11 @@ def export_drafter(
         source = Source(drafter, target, temporary, target_name, length, chosen, made_for, tokenizer)
         with torch.no_grad():
             serving = LAYOUTS[format][drafter.type](source)
+        if alone:
+            serving = replace(ALONE[format], notes=["This is the target itself: a drafter for it is another folder."])
         write_text(temporary / "README.md", _readme(source, serving, format, revision))
         tensors = _tensors(temporary)
-    return Exported(out, tensors, serving, drafter.target_quality is not None)
+    return Exported(out, tensors, serving, drafter.target_quality is not None, alone)
 
 
 def _tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -193,6 +208,7 @@ def export_to(
         revision=loaded.revision,
         dtype=dtype,
         tokenizer=loaded.tokenizer,
+        alone=servable(drafter) == servable(target),
     )
 
 

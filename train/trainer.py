@@ -102,6 +102,7 @@ class TrainingRun:
     """A run's models, data and progress; `train` is the loop."""
 
     def __init__(self, recipe: Recipe, accelerator: Accelerator, folder: Path) -> None:
+        from draftsmith.heads.formats.writers import unserved
         from draftsmith.train.memory_estimate import announce_memory
 
         self.recipe, self.accelerator, self.folder = recipe, accelerator, folder
@@ -111,6 +112,8 @@ class TrainingRun:
         self.memory = MemoryMeter(accelerator.device)  # after the estimate, whose own memory does not count
         for line in (described(recipe, target_width(recipe)), *unused_settings(recipe)):
             self.console.say(line)
+        if recipe.start_from is None and (note := unserved(recipe.drafter)) is not None:
+            self.console.say(f"drafter: {note}")
         parts = load_parts(context)
         self.target, self.drafter, self.teacher = parts.target, parts.drafter, parts.teacher
         self.draft_length, self.data = parts.draft_length, parts.data

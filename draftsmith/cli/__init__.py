@@ -150,6 +150,7 @@ def memory(settings: Memory, as_json: Json = False) -> None:
     machine, target = None if settings.on is None else machine_named(settings.on), checked.target
     typer.echo(printable(f"{checked.name}: loading torch"), err=True)
     from draftsmith.distill.load_target import load_tokenizer
+    from draftsmith.heads.formats.writers import unserved
     from draftsmith.train.launch import precision
     from draftsmith.train.memory_estimate import MemoryEstimate, estimate_memory
     from draftsmith.train.recipe import load_recipe
@@ -185,6 +186,8 @@ def memory(settings: Memory, as_json: Json = False) -> None:
     typer.echo(f"about {estimate}")
     if checked.unread_answers:
         lines.append(f"{checked.unread_answers:,} of the answers that it samples are in no step: lower data.count")
+    if checked.start_from is None and (note := unserved(checked.drafter)) is not None:
+        lines.append(note)
     for line in lines:
         typer.echo(line)
     launch: list[object] = []

@@ -96,6 +96,8 @@ def export(settings: Export) -> None:
 
     exported, target = export_to(**settings.model_dump()), settings.target
     show_export(exported)
+    if exported.alone:
+        return None
     if (port := exported.serving.port) is None:
         return suggest("draftsmith", "eval", "--target", target, "--drafter", settings.out)
     served = ["--target", target, "--model", exported.serving.model]

@@ -16,6 +16,7 @@ from draftsmith.decode.policies import Chain, Policy, check_policy, default_poli
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.errors import ConfigError
 from draftsmith.eval.baseline import fastest_threads, threads
+from draftsmith.eval.evaluation import above_tau
 from draftsmith.eval.forecast.expected_rounds import (
     ExpectedRounds,
     NotPredicted,
@@ -129,7 +130,7 @@ def forecast(
         best,
         {t: hardware for part in parts for t, hardware in part.hardware.items()},
         where,
-        [note for part in parts for note in part.notes] + _notes(best, len(prompts)),
+        [note for part in parts for note in part.notes] + noisy(best) + _notes(best, len(prompts)),
     )
 
 
@@ -278,6 +279,15 @@ def best_of(rows: Sequence[ForecastRow], temperature: float, batch: int) -> Best
             f"{row['tau']:.2f} tokens and takes as long as {passes:.2f} passes of the target alone"
         )
     return best
+
+
+def noisy(best: Sequence[BestPolicy]) -> list[str]:
+    """Return notes on best policies whose forecast speedup at batch size 1 exceeds tau."""
+    return [
+        f"{one['drafter']} ({one['policy']}) at T={one['temperature']:g}: {above_tau(one['speedup'], one['tau'])}"
+        for one in best
+        if one["drafter"] is not None and one["batch_size"] == 1 and one["speedup"] > one["tau"]
+    ]
 
 
 def _notes(best: Sequence[BestPolicy], prompts: int) -> list[str]:

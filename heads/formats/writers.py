@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from draftsmith.heads.configs import DRAFTERS
+from draftsmith.heads.configs import DRAFTERS, DrafterSection
 from draftsmith.heads.dflash import DFlash
 from draftsmith.heads.formats import blocks, eagle, heads, llama_cpp, native_mtp, speculators, transformers
 from draftsmith.heads.formats.common import Serving, Source
@@ -46,3 +46,13 @@ LAYOUTS: dict[str, dict[str, Callable[[Source[Any]], Serving]]] = {
     },
 }
 """By format and type of drafter, the function that writes it."""
+
+
+def unserved(section: DrafterSection) -> str | None:
+    """Return a note on a new drafter that no engine serves but transformers; None for others."""
+    own = section.type == "mtp" and getattr(section, "init", None) != "native"
+    if not own and any(section.type in layout for name, layout in LAYOUTS.items() if name != "transformers"):
+        return None
+    instead = "; engines serve the target's own module, drafter.init=native, where it has one" if own else ""
+    what = "an MTP module that the target does not ship" if own else f"a drafter of type {section.type}"
+    return f"{what} is served by transformers alone (draftsmith export --format transformers){instead}"

@@ -73,6 +73,9 @@ def test_from_a_file_to_a_drafter_for_llama_server(
     assert load_target(str(tmp_path / "exported"), device="cpu").model.config.num_hidden_layers == 1
     code, said, err = run(capsys, "export", target, "--format", "gguf", "--target", target, "--out", "plain")
     assert code == 0, err
+    assert "\nllama-server -m plain/drafter.gguf --port 8080 --metrics\n" in said
+    assert "-md" not in said + (tmp_path / "plain" / "README.md").read_text(), "a target does not draft for itself"
+    assert "next:" not in said
     plain, quantized = (load_target(name, device="cpu").model.state_dict() for name in ("plain", target))
     assert all(torch.equal(plain[name], weight) for name, weight in quantized.items())
     code, said, err = run(capsys, "export", drafter, "--format", "vllm", "--target", target, "--out", "for vllm")

@@ -28,6 +28,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from draftsmith.cli import main
 from draftsmith.distill.load_target import load_target
 from draftsmith.errors import ConfigError
+from draftsmith.heads import HEADS
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, load_drafter, save_drafter
 from draftsmith.hub.export import export_drafter
@@ -206,6 +207,21 @@ def test_a_drafter_of_another_target_is_not_continued(
     given = [f"target.model={target}", f"start_from={folder}", f"output={tmp_path}/out"]
     with pytest.raises(ConfigError, match=said):
         with_section(load_recipe("continue/any_prompts", given))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "draft_model", "a plain model"])
+def test_a_drafter_with_another_vocabulary_is_not_continued(kind: str, target: Path, tmp_path: Path) -> None:
+    """Refused before its memory is estimated and the target is loaded."""
+    other, folder = make_llama(num_hidden_layers=6, vocab_size=72), tmp_path / "drafter"
+    if kind == "a plain model":
+        make_llama(num_hidden_layers=1, vocab_size=72).save_pretrained(folder)
+        said = "has a vocabulary of 72; expected the target's 64, or the target's tokenizer"
+    else:
+        drafter = HEADS[kind].from_target(other)
+        save_drafter(drafter, folder, target=describe_target(other, None, "other"), recipe=None, draft_length=2)
+        said = "was trained for other with vocab_size=72; expected the target's 64"
+    with pytest.raises(ConfigError, match=said):
+        with_section(load_recipe("continue/any_prompts", [f"target.model={target}", f"start_from={folder}"]))
 
 
 def test_options_of_training_beside_a_published_drafter(target: Path, tmp_path: Path) -> None:

@@ -22,6 +22,16 @@ def test_a_real_difference_is_seen_through_prompts_that_differ_far_more() -> Non
     assert comparison_table([comparison, other]).row_count == 2
 
 
+def test_speedups_of_two_engines_are_no_speeds() -> None:
+    """Each is relative to the target alone in its own engine, whose speeds differ."""
+    local, served = measured("d", 2.4), measured("d", 1.0, seed=1)
+    served["server"] = [{"temperature": 1.0, "concurrency": 1}]
+    (comparison,) = compare_evaluations(local, served)
+    assert "faster" not in comparison.sentence
+    assert comparison.sentence.startswith("T=0: the speedup of A's d (γ=4) is 2.")
+    assert "times that of B's d (γ=4), each over the target alone in its own engine" in comparison.sentence
+
+
 def test_equal_drafters_are_told_apart_at_the_stated_rate_only() -> None:
     """40 pairs without a difference: each is called real with probability 0.05, slightly more at 30 prompts. More than
     8 have probability 1e-4 at 0.05 and 0.002 at 0.07; the seeds are fixed."""

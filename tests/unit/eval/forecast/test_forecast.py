@@ -23,7 +23,7 @@ from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.errors import ConfigError
 from draftsmith.eval.forecast.expected_rounds import accepted, of_rounds, replay, retrieved
-from draftsmith.eval.forecast.forecast import candidates, forecast, predict
+from draftsmith.eval.forecast.forecast import BestPolicy, candidates, forecast, noisy, predict
 from draftsmith.eval.settings import ForecastSettings
 from draftsmith.eval.teacher_forced import acceptance_measure, agreement, sample_texts, target_text
 from draftsmith.heads import HEADS, DraftModel
@@ -255,3 +255,12 @@ def test_texts_without_room_for_a_round_are_not_timed(
         return
     with pytest.raises(ConfigError, match=f"prompts={tokens} tokens or more; expected one of at most 118"):
         forecast(target, drafters, long, settings)
+
+
+def test_a_forecast_speedup_above_tau_is_noted() -> None:
+    """A round commits tau tokens and takes at least one pass; a batch may gain more, since its texts end apart."""
+    best: BestPolicy = {"temperature": 0.0, "batch_size": 1, "drafter": "d", "policy": "chain:draft_length=2"}
+    best |= {"speedup": 2.31, "speedup_interval": [2.0, 2.5], "tau": 2.2}
+    said = "speedup 2.31 above tau 2.20: only noise explains that; measure again on a quiet machine."
+    assert noisy([best]) == [f"d (chain:draft_length=2) at T=0: {said}"]
+    assert noisy([{**best, "batch_size": 4}, {**best, "tau": 2.4}, {**best, "drafter": None}]) == []
