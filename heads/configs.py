@@ -4,14 +4,15 @@ Adding a drafter takes its own file in this package and its section and entry he
 `drafter` section, `HEADS`, the model card's noun and the default learning rates.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import reduce
 from operator import or_
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import ConfigDict, Field, SerializeAsAny, WrapValidator
 
 from draftsmith.config import Count, Depth, Location, Number, Section, Whole
 from draftsmith.errors import ConfigError
@@ -277,28 +278,25 @@ class StoredSection(DrafterSection):
     model_config = ConfigDict(extra="allow")
     type: None = None
 
-    @model_validator(mode="after")
-    def _check_keys(self) -> Self:
-        known = dict.fromkeys(key for entry in DRAFTERS.values() for key in entry.section.model_fields)
-        for key, value in (self.model_extra or {}).items():
-            if key not in known:
-                near = get_close_matches(key, known, 1, cutoff=0.5)
-                hint = f"did you mean drafter.{near[0]}?" if near else "expected a key of a drafter's section"
-                raise ConfigError(f"unknown key drafter.{key}={value!r}; {hint}")
-        return self
 
-
-def _type_of(section: Any) -> str:
-    kind = section.get("type") if isinstance(section, dict) else getattr(section, "type", section)
-    return "" if kind is None else str(kind)
+def _section(value: Any, of_type: Callable[[Any], DrafterSection]) -> DrafterSection:
+    """Return the section of the type that is named, and one that holds the options where none is."""
+    if isinstance(value, StoredSection) or not isinstance(value, dict) or value.get("type") is not None:
+        return value if isinstance(value, StoredSection) else of_type(value)
+    known = dict.fromkeys(key for entry in DRAFTERS.values() for key in entry.section.model_fields)
+    for key in value.keys() - known:
+        near = get_close_matches(str(key), known, 1, cutoff=0.5)
+        hint = f"did you mean drafter.{near[0]}?" if near else "expected a key of a drafter's section"
+        raise ConfigError(f"unknown key drafter.{key}={value[key]!r}; {hint}")
+    return StoredSection(**value)
 
 
 if TYPE_CHECKING:
     AnyDrafterSection = DrafterSection
 else:
-    _SECTIONS = {"": StoredSection} | {name: entry.section for name, entry in DRAFTERS.items()}
-    _TAGGED = (Annotated[section, Tag(name)] for name, section in _SECTIONS.items())
-    AnyDrafterSection = Annotated[reduce(or_, _TAGGED), Discriminator(_type_of)]
+    _SECTIONS = (entry.section for entry in DRAFTERS.values())
+    _TYPED = Annotated[reduce(or_, _SECTIONS), Field(discriminator="type")]
+    AnyDrafterSection = Annotated[SerializeAsAny[_TYPED], WrapValidator(_section)]
     """The section of any drafter, chosen by `type`."""
 
 
