@@ -2,6 +2,7 @@
 
 import math
 import os
+import ssl
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from ipaddress import ip_address
@@ -19,6 +20,8 @@ SELF = "self"
 """The value of `prompts` with which the target writes the prompts itself."""
 SERVER_KEY = "DRAFTSMITH_SERVER_KEY"
 """Environment variable with the server's key. Keys of other services are never sent."""
+CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
+"""Environment variables with a file or a folder of certificates."""
 OWN_FIELDS = ("model", "messages", "prompt", "tools", "max_tokens", "temperature", "top_p", "seed", "n", "stream")
 """Fields of a request that `extra_body` cannot replace."""
 
@@ -308,9 +311,32 @@ def is_this_machine(address: str) -> bool:
     return ip.is_loopback or ip.is_unspecified
 
 
+def certificates() -> ssl.SSLContext | bool:
+    """Return the trusted certificates: those of SSL_CERT_FILE or SSL_CERT_DIR; True: the default ones."""
+    file, folder = (os.environ.get(name) or None for name in CERTIFICATES)
+    if file is None and folder is None:
+        return True
+    try:
+        return ssl.create_default_context(cafile=file, capath=folder)
+    except (OSError, ValueError) as error:
+        named = ", ".join(f"{name}={value}" for name, value in zip(CERTIFICATES, (file, folder), strict=True) if value)
+        raise ConfigError(f"{named} cannot be read ({reason_of(error)}); expected certificates in PEM") from error
+
+
 def server_key() -> str | None:
-    """Return the server's key from the environment."""
-    return os.environ.get(SERVER_KEY) or None
+    """Return the server's key from the environment.
+
+    Raises:
+        ConfigError: for a key with other characters around it, or that no header can hold; it does not show the key.
+    """
+    key = os.environ.get(SERVER_KEY, "")
+    wrong = (n for n, letter in enumerate(key, 1) if letter in "'\"" or not "!" <= letter <= "~")
+    if place := next(wrong, 0):
+        raise ConfigError(
+            f"{SERVER_KEY}: character {place} of {len(key)} is a space, a line break, a quote or not ASCII; expected "
+            "the key alone, without quotes or 'Bearer'"
+        )
+    return key or None
 
 
 def require_client() -> None:

@@ -155,6 +155,10 @@ class Numbers(NamedTuple):
     seconds: FiniteFloat
     drafts: FiniteFloat
     accepted: tuple[FiniteFloat, ...]
+    drafted: FiniteFloat | None = None
+    """Draft tokens; None where the engine does not count them, and in journals of versions before 0.4."""
+    left_out: tuple[tuple[str, int], ...] = ()
+    """Later questions that were not asked, by the reason: the answers before them could not be continued."""
 
     @property
     def rounds(self) -> float:
@@ -168,9 +172,16 @@ class Numbers(NamedTuple):
         return self.drafts or self.tokens
 
     @property
+    def lengths_known(self) -> bool:
+        """Whether the counts determine how many drafts tested each position: all have one token, or all positions."""
+        only_first = len(self.accepted) < 2 or not self.accepted[0]
+        return only_first or self.drafted in (self.drafts, self.drafts * len(self.accepted))
+
+    @property
     def tested(self) -> tuple[float, ...]:
-        """Rounds that tested each draft position; empty where the engine does not count positions."""
-        return (self.drafts, *self.accepted[:-1]) if self.accepted else ()
+        """Rounds that tested each first draft position of which the counts tell it, as they always do of the first."""
+        whole = self.drafted == self.drafts * len(self.accepted)
+        return (self.drafts, *(self.accepted[:-1] if whole else ()))[: len(self.accepted)]
 
 
 class PlainSpeeds(TypedDict):
@@ -185,7 +196,13 @@ class PlainSpeeds(TypedDict):
     """Missing in files of versions before 0.4."""
 
 
-FACTS: dict[str, Any] = {"threads": Annotated[int, Field(ge=1, le=4096)], "plain": PlainSpeeds}
+COUNTED = "counted"
+"""Name of the fact that holds, by server, the reason for which its counters are not known; '' for known ones."""
+FACTS: dict[str, Any] = {
+    "threads": Annotated[int, Field(ge=1, le=4096)],
+    "plain": PlainSpeeds,
+    COUNTED: dict[str, str],
+}
 """Values that a run determines once, with their types; all other facts are costs, or batches that a server answered."""
 BATCH = "batch "
 """Prefix of the facts that hold the `Numbers` of a batch; the `Place` of the batch follows."""

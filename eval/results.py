@@ -241,6 +241,8 @@ class ServerRow(TypedDict):
     baseline_tokens_per_second: FiniteFloat | None
     speedup: FiniteFloat | None
     speedup_interval: Bounds | None
+    turns_left_out: NotRequired[int]
+    """Later turns that were not asked, since an answer before them could not be continued; missing before 0.4."""
 
 
 Guard = dict[str, str]

@@ -94,6 +94,11 @@ class Engine:
     """SGLang's description of itself."""
     config: Any = None
     """vLLM's, with VLLM_SERVER_DEV_MODE=1."""
+    metrics_path: str = "/metrics"
+    redirects: dict[str, str] = field(default_factory=dict)
+    """Where paths are redirected to with status 307."""
+    route_status: Callable[[str], int | None] = lambda path: 200
+    """The status of a path's answer to GET; None closes the connection."""
     asked: list[dict[str, Any]] = field(default_factory=list)
     """The bodies of all requests for text."""
     answered: Counter[str] = field(default_factory=Counter)
@@ -177,7 +182,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         names = [self.engine.model] if self.engine.names is None else self.engine.names
-        if self.engine.key is not None and self.headers.get("Authorization") != f"Bearer {self.engine.key}":
+        status = self.engine.route_status(self.path)
+        if status is None:
+            self._dropped(None)
+        elif status != 200:
+            self._json({"error": "a fault of the test"}, status)
+        elif self.path in self.engine.redirects:
+            self._json({}, 307, Location=self.engine.redirects[self.path])
+        elif self.engine.key is not None and self.headers.get("Authorization") != f"Bearer {self.engine.key}":
             self._json({"error": f"no access with {self.headers.get('Authorization')}"}, 401)
         elif self.path == "/v1/models":
             told = [
@@ -185,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
                 for name in names
             ]
             self._json({"object": "list", "data": told})
-        elif self.path == "/metrics" and self.engine.metrics is not None:
+        elif self.path == self.engine.metrics_path and self.engine.metrics is not None:
             self._send(self.engine.metrics(self.engine).encode(), 200, "text/plain; version=0.0.4")
         elif self.path == "/get_server_info" and self.engine.info is not None:
             self._json(self.engine.info)

@@ -1,6 +1,7 @@
 """Requests to a server; the `openai` client sends them again where a failure may pass."""
 
 import asyncio
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
@@ -8,6 +9,7 @@ from typing import Any, Self, TypeVar
 from draftsmith.distill.data_section import (
     SERVER_KEY,
     ServerSection,
+    certificates,
     is_this_machine,
     require_client,
     server_key,
@@ -24,6 +26,10 @@ ATTEMPTS = 3
 LONGEST_REASON = 200
 """Characters of a server's message in an error."""
 LOST = "answers so far are kept, and the same command continues with the others"
+PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
+"""Environment variables that name proxies, in capital or small letters."""
+ROUTES = ("/chat/completions", "/completions", "/models", "/metrics")
+"""Ends of addresses that were copied with a route."""
 T = TypeVar("T")
 
 
@@ -54,6 +60,11 @@ class ServerClient:
 
     settings: ServerSection
     _client: Any = field(default=None, init=False)
+    _answered: bool = field(default=False, init=False)
+    _listing: bool = field(default=False, init=False)
+    """It has a list of models."""
+    _unlisted: str = field(default="", init=False)
+    """The reason where it has none."""
 
     async def __aenter__(self) -> Self:
         require_client()
@@ -61,7 +72,7 @@ class ServerClient:
 
         timeout = self.settings.timeout_seconds
         key = server_key() or "none"
-        http = DefaultAsyncHttpxClient(trust_env=not is_this_machine(self.url))  # the environment's proxies
+        http = opened(DefaultAsyncHttpxClient, self.url)
         self._client = AsyncOpenAI(
             base_url=self.url, api_key=key, max_retries=RETRIES, timeout=timeout, http_client=http
         )
@@ -86,7 +97,8 @@ class ServerClient:
         listed = {entry["id"]: entry for entry in await self._listed() if isinstance(entry.get("id"), str)}
         shown = one_line(", ".join(listed), LONGEST_REASON)
         if name is None and len(listed) != 1:
-            has = f"the server has {shown}; expected one of them" if listed else "the server lists no model"
+            none = f"the server lists no model{self._unlisted}"
+            has = f"the server has {shown}; expected one of them" if listed else none
             raise ConfigError(f"--model is missing, and {has}")
         chosen = next(iter(listed)) if name is None else name
         if listed and chosen not in listed:
@@ -108,7 +120,9 @@ class ServerClient:
                 raise self._unusable(reason) from None
             if _not_connected(error):
                 raise ConfigError(f"server {self.url} {reason}; expected a running server") from None
+            self._unlisted = f" ({self.url}/models: {reason}{self._place(error)})"
             return []  # sampling needs no list
+        self._listing = True
         entries = payload.get("data") if isinstance(payload, dict) else None
         return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 
@@ -125,11 +139,13 @@ class ServerClient:
         for _ in range(ATTEMPTS):
             try:
                 async with asyncio.timeout(self.settings.timeout_seconds):
-                    return read(parse_json(await self._client.post(path, body=body, cast_to=str)))
+                    found = read(parse_json(await self._client.post(path, body=body, cast_to=str)))
+                    self._answered = True
+                    return found
             except (BadAnswer, ValueError, TimeoutError, openai.APITimeoutError) as error:
                 reason = _reason(error)
             except openai.APIStatusError as error:
-                reason = _reason(error)
+                reason = f"{_reason(error)}{self._place(error)}"
                 if error.status_code in (401, 403, 404, 405):
                     raise self._unusable(reason) from None
                 break
@@ -138,7 +154,35 @@ class ServerClient:
         raise RequestFailed(f"{self.url}: {reason}")
 
     def _unusable(self, reason: str) -> ServerUnusable:
-        return ServerUnusable(f"{self.url}: {reason}; {LOST}")
+        return ServerUnusable(f"{self.url}: {reason}{f'; {LOST}' if self._answered else ''}")
+
+    def _place(self, error: Exception) -> str:
+        """Return an addition to the reason where the address may have the wrong path: it lists no models, either."""
+        if self._answered or getattr(error, "status_code", 0) not in (404, 405) or self._listing:
+            return ""
+        end = next((route for route in ROUTES if self.url.endswith(route)), None)
+        like = "an address that ends before OpenAI's routes, such as http://localhost:8000/v1"
+        return f"; expected {like if end is None else self.url.removesuffix(end)}"
+
+
+def opened(client: Callable[..., T], url: str, **options: Any) -> T:
+    """Return an HTTP client with the environment's certificates and, unless `url` is this machine's, its proxies.
+
+    Raises:
+        ConfigError: for proxies that the client cannot use; the message shows no address, which may hold a password.
+    """
+    elsewhere, trusted = not is_this_machine(url), certificates()
+    try:
+        return client(trust_env=elsewhere, verify=trusted, **options)
+    except Exception as error:
+        named = [name for name in PROXIES if os.environ.get(name) or os.environ.get(name.lower())]
+        if not elsewhere or not named:
+            raise
+        socks = ", and for SOCKS the package socksio" if isinstance(error, ImportError) else ""
+        raise ConfigError(
+            f"server {url}: the environment's {', '.join(named)} cannot be used; expected proxies such as "
+            f"http://HOST:PORT{socks}, or the server's host in NO_PROXY"
+        ) from error
 
 
 def served_at(addresses: Iterable[str], model: str | None) -> list[ServedName]:
@@ -174,5 +218,7 @@ def _reason(error: Exception) -> str:
 
 def _shown(error: BaseException, said: str = "") -> str:
     """Return the server's message, or the error's text, without the key, which some servers repeat."""
-    key, text = server_key(), one_line(said, LONGEST_REASON) or reason_of(error)
-    return printable(text if key is None else text.replace(key, "***"))
+    key, text = server_key(), said.strip() or str(error).strip() or type(error).__name__
+    # Before the text is shortened: a part of a key is not found any more.
+    text = text if key is None else text.replace(key, "***")
+    return printable(one_line(text, LONGEST_REASON) if said.strip() else reason_of(Exception(text)))

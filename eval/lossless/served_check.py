@@ -40,7 +40,7 @@ from draftsmith.eval.lossless.served_answers import (
     string,
 )
 from draftsmith.eval.prompts import Prompt, PromptRows, left_out
-from draftsmith.eval.server.measure import CounterRoutes
+from draftsmith.eval.server.counters import CounterRoutes
 from draftsmith.heads.model_config import context_limit, vocabulary_of
 from draftsmith.provenance import environment, model_fingerprint
 from draftsmith.terminal import stage

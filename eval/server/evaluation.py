@@ -1,5 +1,6 @@
 """`draftsmith eval server`: validate, measure one or two servers, and write the report."""
 
+from collections import Counter
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -14,12 +15,13 @@ from draftsmith.distill.load_target import load_tokenizer
 from draftsmith.distill.server.client import served_at
 from draftsmith.errors import ConfigError
 from draftsmith.eval.compare import MATTER_SERVED
-from draftsmith.eval.journal import KEPT, Journal, begun
+from draftsmith.eval.journal import COUNTED, KEPT, Journal, begun
 from draftsmith.eval.low_acceptance import no_better_than_random
 from draftsmith.eval.prompts import PromptRows, prompts_fingerprint, time_of
 from draftsmith.eval.report import interval
 from draftsmith.eval.results import EVALUATION, Evaluation, ServerRow, read_evaluation
-from draftsmith.eval.server.measure import Batches, Condition, CounterRoutes, ServerRun, measure_in_turns, series_of
+from draftsmith.eval.server.counters import CounterRoutes
+from draftsmith.eval.server.measure import Batches, Condition, ServerRun, measure_in_turns, positions, series_of
 from draftsmith.eval.settings import ANOTHER, BASELINE, ServedSettings
 from draftsmith.heads.model_config import context_limit, vocabulary_of
 from draftsmith.metrics import Series, acceptance_at, alpha, few_units, intervals, ratio, speeds, speedup, tau
@@ -66,11 +68,12 @@ def measure_server(settings: ServedSettings, out: Path, *, overwrite: bool = Fal
         elif baseline is not None:
             alone = _stored_baseline(baseline, run, identity["prompts"])
         asked = {"prompts": identity["prompts"], "servers": urls, **time_of(prompts)}
-        found = measure_in_turns(runs, Journal(out / JOURNAL), asked)
+        journal = Journal(out / JOURNAL)
+        found = measure_in_turns(runs, journal, asked)
         measured = found.pop(name)
         for other in found.values():
             alone = {place: series_of(BASELINE, place, run.units(place[1]), of) for place, of in other.items()}
-        result = _evaluation(run, name, measured, alone, identity)
+        result = _evaluation(run, name, measured, alone, identity, journal.facts[COUNTED][name])
         result = replace(result, notes=[*left_out, *result.notes])
         with writing(out, KEPT):
             write_text(out / "report.md", _markdown(result))
@@ -111,7 +114,9 @@ def _evaluation(
     measured: dict[Condition, Batches],
     alone: dict[Condition, Series],
     identity: dict[str, Any],
+    unread: str,
 ) -> Evaluation:
+    """Return the result; `unread`: why the server's counters are not known."""
     rows: list[ServerRow] = []
     measurements: list[Series] = []
     counted = any(numbers.drafts for batches in measured.values() for numbers in batches.values())
@@ -124,7 +129,7 @@ def _evaluation(
         run.settings,
         rows=[],
         environment=environment(),
-        notes=[*_notes(run, measurements, counted=counted), *_lost(rows)],
+        notes=[*_notes(run, measurements, unread, counted=counted), *_lost(rows), *_undetermined(measured)],
         measurements=measurements,
         identity=identity,
         server=rows,
@@ -144,14 +149,15 @@ def row_of(spec: Series, base: Series | None, batches: Batches, *, seed: int, co
         "alpha": alpha(spec["overlap"], spec["overlaps"]) if counted and np.any(spec["overlaps"]) else None,
         "tau": tau(spec["tokens"], spec["rounds"]) if counted else None,
         "tau_interval": bounds["tau_interval"] if counted else None,
-        "acceptance_at": acceptance_at((batch.tested, batch.accepted) for batch in batches.values()),
+        "acceptance_at": acceptance_at(positions(batches)),
         "baseline_tokens_per_second": None if base is None else float(np.median(speeds(base))),
         "speedup": None if base is None else speedup(base, spec),
         "speedup_interval": bounds["speedup_interval"],
+        "turns_left_out": sum(count for batch in batches.values() for _, count in batch.left_out),
     }
 
 
-def _notes(run: ServerRun, measurements: list[Series], *, counted: bool) -> list[str]:
+def _notes(run: ServerRun, measurements: list[Series], unread: str, *, counted: bool) -> list[str]:
     found = [
         "Seconds are those of whole requests, prefill and network included, without other requests to the servers."
     ]
@@ -159,12 +165,34 @@ def _notes(run: ServerRun, measurements: list[Series], *, counted: bool) -> list
     if not counted:
         found.append(
             "The server's metrics count no drafts: it does not speculate, or its metrics are off (SGLang: "
-            "--enable-metrics, llama-server: --metrics), so tau and acceptance are not known."
+            f"--enable-metrics, llama-server: --metrics{unread and f'; /metrics: {unread}'}), so tau and acceptance "
+            "are not known."
         )
         own = CounterRoutes(run.server.base_url).sglang_tau()
         if own is not None:
             found.append(f"SGLang's own mean acceptance length since its start is {own:.2f}.")
     return found
+
+
+def _undetermined(measured: dict[Condition, Batches]) -> list[str]:
+    """Return notes on draft positions whose acceptance is not known, and on turns that were not asked."""
+    batches, notes = [batch for of in measured.values() for batch in of.values()], list[str]()
+    unknown = [batch for batch in batches if not batch.lengths_known]
+    if unknown:
+        counts = [batch.drafted for batch in unknown if batch.drafted is not None]
+        mean = sum(counts) / sum(batch.drafts for batch in unknown)
+        most = max(len(batch.accepted) for batch in unknown)
+        why = "The server does not count draft tokens" if len(counts) < len(unknown) else "Drafts differ in length"
+        shown = "" if len(counts) < len(unknown) else f" ({mean:.2f} draft tokens on average, at most {most})"
+        notes.append(f"{why}{shown}: acceptance after the first position, and alpha, are not known where that is so.")
+    left_out = Counter[str]()
+    for batch in batches:
+        left_out.update(dict(batch.left_out))
+    notes += [
+        f"{count:,} later turns were left out, since answers before them {reason}."
+        for reason, count in left_out.most_common()
+    ]
+    return notes
 
 
 def _lost(rows: list[ServerRow]) -> list[str]:

@@ -1,185 +1,58 @@
-"""Measure servers: the prompts and batches of a local measurement, asked over HTTP.
-
-Engines count their drafts. vLLM and llama-server count accepted tokens by position, too; SGLang counts verifications.
-They are Prometheus counters of the whole server, so other requests during the measurement would count too.
-"""
+"""Measure servers: the prompts and batches of a local measurement, asked over HTTP."""
 
 import asyncio
 import json
-import re
 import time
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit, urlunsplit
+from typing import Any
 
 import numpy as np
 from datasets import Dataset
 
 from draftsmith.distill.chat_template import Chat
-from draftsmith.distill.data_section import DataSection, ServerSection, is_this_machine, server_key
+from draftsmith.distill.data_section import DataSection, ServerSection
 from draftsmith.distill.server.answers import Answer, NoTokens
 from draftsmith.distill.server.client import RequestFailed, ServerClient
 from draftsmith.distill.server.probe import check_server, check_temperatures
 from draftsmith.distill.server.responses import ServerSampler
 from draftsmith.distill.turns import Asked
-from draftsmith.errors import ConfigError, DraftsmithError, reason_of
-from draftsmith.eval.journal import BATCH, Journal, Numbers
+from draftsmith.errors import ConfigError, DraftsmithError
+from draftsmith.eval.journal import BATCH, COUNTED, Journal, Numbers
 from draftsmith.eval.prompts import Prompt, PromptBatch, batches
-from draftsmith.eval.settings import Settings, Variant
-from draftsmith.metrics import Series, as_series
+from draftsmith.eval.server.counters import CounterRoutes, Counters, settled
+from draftsmith.eval.settings import BASELINE, Settings, Variant
+from draftsmith.metrics import Counts, Series, as_series
 from draftsmith.provenance import environment
 from draftsmith.terminal import stage
 
-if TYPE_CHECKING:
-    import httpx
-
-SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>[^}]*)\})?\s+(?P<value>\S+)")
-POSITION = re.compile(r'(?:^|,)\s*position="(\d+)"')
-ROUNDS = ("vllm:spec_decode_num_drafts", "llamacpp:spec_decode_num_drafts", "sglang:spec_verify_calls")
-DRAFT_TOKENS = ("vllm:spec_decode_num_draft_tokens", "llamacpp:spec_decode_num_draft_tokens")
-PER_POSITION = ("vllm:spec_decode_num_accepted_tokens_per_pos", "llamacpp:spec_decode_num_accepted_tokens_per_pos")
-GENERATED = ("vllm:generation_tokens", "llamacpp:tokens_predicted", "sglang:generation_tokens")
-"""Counters that exist without speculation, too; they distinguish a server without drafts from one without metrics."""
-SECONDS = 30.0
-
-
-@dataclass(frozen=True)
-class Counters:
-    """Numbers of a server since its start."""
-
-    known: bool
-    """The server has counters at all."""
-    rounds: float = 0.0
-    """Verified drafts of all texts."""
-    accepted: tuple[float, ...] = ()
-    """By draft position, drafts that were accepted up to it; empty where the engine does not count positions."""
-    drafted: float = 0.0
-    """Draft tokens, where the engine counts them."""
-
-    def since(self, before: "Counters") -> "Counters":
-        """Return the difference; ConfigError if the server was started again in between."""
-        earlier = (*before.accepted, *([0.0] * len(self.accepted)))
-        accepted = tuple(now - then for now, then in zip(self.accepted, earlier, strict=False))
-        rounds = self.rounds - before.rounds
-        if rounds < 0 or any(count < 0 for count in accepted) or len(self.accepted) < len(before.accepted):
-            raise ConfigError("server's counters have decreased: it was started again; expected one that keeps running")
-        return Counters(self.known, rounds, accepted, self.drafted - before.drafted)
-
-
-def parse_counters(text: str) -> Counters:
-    """Return the numbers in Prometheus' text format, summed over engines and ranks."""
-    known, rounds, drafted, accepted = False, 0.0, 0.0, dict[int, float]()
-    for line in text.splitlines():
-        match = SAMPLE.match(line)
-        if match is None:
-            continue
-        name, value = match["name"].removesuffix("_total"), _number(match["value"])
-        known |= name in GENERATED + ROUNDS
-        rounds += value if name in ROUNDS else 0.0
-        drafted += value if name in DRAFT_TOKENS else 0.0
-        position = POSITION.search(match["labels"] or "") if name in PER_POSITION else None
-        if position is not None:
-            place = int(position[1])
-            accepted[place] = accepted.get(place, 0.0) + value
-    positions = tuple(accepted.get(place, 0.0) for place in range(max(accepted, default=-1) + 1))
-    return Counters(known, rounds, positions, drafted)
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        return 0.0
-    return value if abs(value) < 1e300 else 0.0
-
-
-LOSSY_METHODS = ("fly", "synthetic", "typical_acceptance_sampler")
-"""vLLM's ways to verify that do not keep the target's distribution; standard, strict, probabilistic and block do."""
-LOSSY_BELOW_ONE = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
-"""SGLang's thresholds from which draft tokens are accepted without a test, if below 1."""
-
-
-class CounterRoutes:
-    """The routes of a server's counters, beside OpenAI's."""
-
-    def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        self.root = urlunsplit((parts.scheme, parts.netloc, parts.path.removesuffix("/v1"), "", ""))
-        import httpx
-
-        headers = {"Authorization": f"Bearer {server_key()}"} if server_key() else {}
-        self._client = httpx.Client(headers=headers, timeout=SECONDS, trust_env=not is_this_machine(url))
-
-    def counters(self) -> Counters:
-        """Return the counters now; those of a server without the route are not known."""
-        answer = self._get("/metrics")
-        return Counters(False) if answer is None else parse_counters(answer.text)
-
-    def sglang_tau(self) -> float | None:
-        """Return SGLang's mean acceptance length since its start; None if it does not report it."""
-        for state in self._states():
-            value = state.get("avg_spec_accept_length")
-            if isinstance(value, int | float) and 1 <= value < 1e6:
-                return float(value)
-        return None
-
-    def lossy_options(self) -> list[str]:
-        """Return the options with which the server changes the distribution, where it describes itself.
-
-        vLLM does with VLLM_SERVER_DEV_MODE=1, SGLang always.
-        """
-        config = self._json("/server_info?config_format=json").get("vllm_config")
-        section = config.get("speculative_config") if isinstance(config, dict) else None
-        method = section.get("rejection_sample_method") if isinstance(section, dict) else None
-        found = [f"rejection_sample_method={method}"] if method in LOSSY_METHODS else []
-        for state in self._states():
-            values = {key: state.get(key) for key in LOSSY_BELOW_ONE}
-            below = {key: value for key, value in values.items() if isinstance(value, int | float) and value < 1}
-            found += [f"{key}={value:g}" for key, value in below.items()]
-        return list(dict.fromkeys(found))
-
-    def _states(self) -> list[dict[str, Any]]:
-        """Return SGLang's description of itself and of its ranks."""
-        info = self._json("/get_server_info")
-        states = info.get("internal_states")
-        return [state for state in [info, *(states if isinstance(states, list) else [])] if isinstance(state, dict)]
-
-    def _json(self, path: str) -> dict[str, Any]:
-        """Return the object at a route; an empty one where the server has none."""
-        answer = self._get(path)
-        try:
-            info = None if answer is None else answer.json()
-        except ValueError:
-            return {}
-        return info if isinstance(info, dict) else {}
-
-    def _get(self, path: str) -> "httpx.Response | None":
-        import httpx
-
-        try:
-            answer = self._client.get(self.root + path)
-        except httpx.HTTPError as error:
-            raise ConfigError(f"server {self.root}{path} cannot be reached ({reason_of(error)})") from error
-        return answer if answer.status_code == 200 else None
-
-
 Condition = tuple[float, int]
 """Temperature, and the number of requests at a time."""
-SETTLE_SECONDS = 0.2
-"""Time between two readings of counters that have to agree: engines update them after an answer."""
-SETTLE_READINGS = 50
-
-
 Batches = dict[tuple[int, int], Numbers]
 """By unit (batch of prompts) and repeat."""
 
 
+def positions(found: Batches) -> list[tuple[Counts, Counts]]:
+    """Return for each batch the drafts that tested and that accepted each position.
+
+    Only the first position, of which the counters always tell it, if they do not of another one in some batch.
+    """
+    depth = None if all(batch.lengths_known for batch in found.values()) else 1
+    return [(batch.tested[:depth], batch.accepted[: len(batch.tested[:depth])]) for batch in found.values()]
+
+
 def series_of(arm: Variant, condition: Condition, units: list[list[str]], found: Batches) -> Series:
-    """Return the numbers as a local measurement has them; alpha is the share of tested positions that were accepted."""
+    """Return the numbers as a local measurement has them.
+
+    Alpha is the share of tested positions that were accepted; without overlaps, where the counters do not tell it.
+    """
     sums = np.zeros((5, len(units), 1 + max(repeat for _, repeat in found)))
-    for (unit, repeat), batch in found.items():
-        sums[:, unit, repeat] = batch.tokens, batch.rounds, batch.seconds, sum(batch.accepted), sum(batch.tested)
+    whole = all(batch.lengths_known for batch in found.values())
+    for ((unit, repeat), batch), (tested, accepted) in zip(found.items(), positions(found), strict=True):
+        overlap = (sum(accepted), sum(tested)) if whole else (0.0, 0.0)
+        sums[:, unit, repeat] = batch.tokens, batch.rounds, batch.seconds, *overlap
     return as_series(arm, *condition, units, sums)
 
 
@@ -232,43 +105,68 @@ class ServerRun:
         seed = self.settings.seed + 10_007 * repeat
         return ServerSampler(data, self.chat, seed, self.context, self.settings.target)
 
-    async def batch(
-        self, sampler: ServerSampler, client: ServerClient, group: PromptBatch, unit: int
-    ) -> tuple[int, float]:
-        """Return the tokens and the seconds of a batch: all its prompts at a time, turn by turn.
+    async def turn(
+        self, sampler: ServerSampler, client: ServerClient, texts: Sequence[Asked], place: list[int]
+    ) -> tuple[int, float, list[str | None]]:
+        """Return the tokens and the seconds of one turn of texts that are asked at a time, and why each of them ends.
 
-        The first token of an answer is no round's, and does not count; the seconds are those of whole requests.
+        The first token of an answer is no round's, and does not count; the seconds are those of whole requests. None:
+        the text continues; '': it is complete.
         """
-        texts = [Asked(number, p.input_ids, _turns(p)) for number, p in enumerate(group.prompts)]
-        tokens, seconds, turn = 0, 0.0, 0
-        while texts:
-            started = time.perf_counter()
-            answers = await asyncio.gather(*(_answer(sampler, client, text, [unit, turn]) for text in texts))
-            seconds += time.perf_counter() - started
-            tokens += sum(answer.usage["completion_tokens"] - 1 for answer in answers)
-            texts = [
-                text for text, answer in zip(texts, answers, strict=True) if _continues(sampler, text, answer, turn)
-            ]
-            turn += 1
-        return tokens, seconds
+        started = time.perf_counter()
+        answers = await asyncio.gather(*(_answer(sampler, client, text, place) for text in texts))
+        seconds = time.perf_counter() - started
+        tokens = sum(answer.usage["completion_tokens"] - 1 for answer in answers)
+        return tokens, seconds, [_end(sampler, *both, place[1]) for both in zip(texts, answers, strict=True)]
 
 
 @dataclass
 class _Asked:
     """A server while it is measured."""
 
+    name: str
     run: ServerRun
     client: ServerClient
     sampler: ServerSampler
     routes: CounterRoutes
+    counters: Counters | None = None
+    """As they are after the warm-up."""
 
-    async def numbers(self, temperature: float, repeat: int, unit: int, group: PromptBatch) -> Numbers:
-        """Return a batch's tokens and seconds, and the engine's counts."""
-        asking = replace(self.run.sampler(temperature, repeat), accepts=self.sampler.accepts)
-        before = await settled(self.routes)
-        tokens, seconds = await self.run.batch(asking, self.client, group, unit)
-        counted = (await settled(self.routes)).since(before)
-        return Numbers(tokens, seconds, counted.rounds, counted.accepted)
+    def numbers(self, tokens: int, seconds: float, before: Counters, after: Counters) -> Numbers:
+        """Return a batch's numbers; ConfigError where it is not counted as the first one, or a baseline drafts."""
+        after.since(self.counters or before)  # raises where they were not read after the warm-up, or are not now
+        counted = after.since(before)
+        if self.name == BASELINE[0] and counted.rounds:
+            raise ConfigError(f"baseline={self.run.server.url} drafts; expected a server without a drafter")
+        return Numbers(tokens, seconds, counted.rounds, counted.accepted, counted.drafted)
+
+
+async def _batch(
+    servers: Sequence[_Asked], group: PromptBatch, unit: int, temperature: float, repeat: int
+) -> list[Numbers]:
+    """Return each server's numbers of a batch: all its prompts at a time, turn by turn, in the order of the servers.
+
+    All are asked the same questions: a conversation ends for all of them where an answer of one cannot be continued.
+    """
+    asking = [replace(s.run.sampler(temperature, repeat), accepts=s.sampler.accepts) for s in servers]
+    texts = [[Asked(number, p.input_ids, _turns(p)) for number, p in enumerate(group.prompts)] for _ in servers]
+    sums, left_out, turn = [[0, 0.0] for _ in servers], Counter[str](), 0
+    before = [await settled(server.routes) for server in servers]
+    while texts[0]:
+        ends: list[list[str | None]] = []
+        for server, sampler, own, total in zip(servers, asking, texts, sums, strict=True):
+            tokens, seconds, ended = await server.run.turn(sampler, server.client, own, [unit, turn])
+            total[0], total[1] = total[0] + tokens, total[1] + seconds
+            ends.append(ended)
+        turn += 1
+        why = [next((end for end in of_text if end is not None), None) for of_text in zip(*ends, strict=True)]
+        for text, reason in zip(texts[0], why, strict=True):
+            left_out[reason or ""] += 0 if reason is None else text.turns - turn
+        texts = [[text for text, end in zip(own, why, strict=True) if end is None] for own in texts]
+    lost = tuple((reason, count) for reason, count in left_out.items() if count)
+    after = [await settled(server.routes) for server in servers]
+    parts = zip(servers, sums, before, after, strict=True)
+    return [server.numbers(int(n), s, *read)._replace(left_out=lost) for server, (n, s), *read in parts]
 
 
 def measure_in_turns(
@@ -289,25 +187,44 @@ async def _measured(
     runs: dict[str, ServerRun], journal: Journal, identity: dict[str, Any], done: Any
 ) -> dict[str, dict[Condition, Batches]]:
     async with AsyncExitStack() as stack:
-        asked: dict[str, _Asked] = {}
+        asked: list[_Asked] = []
         for name, run in reversed(runs.items()):  # the baseline first: nothing is asked where it cannot be used
             client = await stack.enter_async_context(ServerClient(run.server))
-            asked[name] = _Asked(run, client, await run.checked(client), CounterRoutes(run.server.base_url))
-        journal.begin(next(iter(runs.values())).settings, identity, environment())
-        for each in (asked[name] for name in runs):
-            await each.run.batch(each.sampler, each.client, batches(each.run.prompts, 1)[0], 0)  # warm-up
-        run, found = next(iter(runs.values())), {name: dict[Condition, Batches]() for name in runs}
+            routes = CounterRoutes(run.server.base_url)
+            asked.insert(0, _Asked(name, run, client, await run.checked(client), routes))
+        run = asked[0].run
+        journal.begin(run.settings, identity, environment())
+        for each in asked:
+            await _batch([each], batches(run.prompts, 1)[0], 0, run.settings.temperatures[0], 0)  # warm-up
+            each.counters = await settled(each.routes)
+        _require_counted_alike(asked, journal)
+        found = {name: dict[Condition, Batches]() for name in runs}
         for condition in run.conditions:
             groups = batches(run.prompts, condition[1])
             for repeat in range(run.settings.repeats):
                 for unit, group in enumerate(groups):
-                    for name in list(runs)[:: -1 if (repeat + unit) % 2 else 1]:
-                        fact = BATCH + json.dumps([name, *condition, repeat, unit])
-                        if fact not in journal.facts:
-                            journal.fact(fact, await asked[name].numbers(condition[0], repeat, unit, group))
+                    facts = {each.name: BATCH + json.dumps([each.name, *condition, repeat, unit]) for each in asked}
+                    if any(fact not in journal.facts for fact in facts.values()):
+                        turns = asked[:: -1 if (repeat + unit) % 2 else 1]
+                        numbers = await _batch(turns, group, unit, condition[0], repeat)
+                        for each, measured in zip(turns, numbers, strict=True):
+                            journal.fact(facts[each.name], measured)
+                    for name, fact in facts.items():
                         found[name].setdefault(condition, {})[unit, repeat] = journal.facts[fact]
-                        done()
+                    done(len(asked))
     return found
+
+
+def _require_counted_alike(asked: Sequence[_Asked], journal: Journal) -> None:
+    """Store why each server's counters are not known; ConfigError where those of earlier batches were known, or not."""
+    why = {each.name: each.counters.why for each in asked if each.counters is not None}
+    before = journal.facts.get(COUNTED, why)
+    if any(bool(reason) != bool(before.get(name)) for name, reason in why.items()):
+        raise ConfigError(
+            f"server's /metrics were {'' if any(why.values()) else 'not '}read for the first batches "
+            f"({next(filter(None, [*why.values(), *before.values()]))}); expected the same, or --overwrite"
+        )
+    journal.fact(COUNTED, why)
 
 
 def _turns(prompt: Prompt) -> str:
@@ -320,29 +237,21 @@ async def _answer(sampler: ServerSampler, client: ServerClient, text: Asked, pla
         answer = await sampler.ask(client, text, [text.index, *place])
     except (RequestFailed, NoTokens) as error:
         raise DraftsmithError(f"server: a prompt was not answered ({error}); expected an answer to each") from error
-    if not answer.usage.get("completion_tokens"):
+    if "completion_tokens" not in answer.usage:
         raise ConfigError("server does not say how many tokens it generated (usage); expected completion_tokens")
+    if answer.usage["completion_tokens"] < 1:
+        raise ConfigError(
+            f"server says completion_tokens={answer.usage['completion_tokens']} of an answer (finish_reason="
+            f"{answer.finish}); expected at least 1: prompts that the target continues"
+        )
     return answer
 
 
-def _continues(sampler: ServerSampler, text: Asked, answer: Answer, turn: int) -> bool:
+def _end(sampler: ServerSampler, text: Asked, answer: Answer, turn: int) -> str | None:
+    """Append the answer and the next question; return None, or why there is none: '' for a text that is complete."""
+    last = turn + 1 == text.turns
     try:
-        return sampler.add(text, answer, turn)
-    except NoTokens:
-        return False  # without its tokens the next question cannot follow the answer
-
-
-async def settled(routes: CounterRoutes) -> Counters:
-    """Return the counters once two readings agree; ConfigError if no two of `SETTLE_READINGS` do."""
-    last = await asyncio.to_thread(routes.counters)
-    for _ in range(SETTLE_READINGS):
-        if not last.known:
-            return last
-        await asyncio.sleep(SETTLE_SECONDS)
-        before, last = last, await asyncio.to_thread(routes.counters)
-        if last == before:
-            return last
-    raise ConfigError(
-        f"server {routes.root} answers other requests: its counters changed in each of {SETTLE_READINGS} readings; "
-        "expected none during a measurement"
-    )
+        more = sampler.add(text, answer, turn)
+    except NoTokens as reason:  # without its tokens the next question cannot follow the answer
+        return "" if last else str(reason)
+    return None if more else "" if last else "leave no room in the context"

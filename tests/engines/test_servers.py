@@ -22,7 +22,7 @@ from transformers_server import free_port, running
 
 from draftsmith.distill.embedded import embedded_target
 from draftsmith.distill.load_target import load_target
-from draftsmith.eval.server.measure import CounterRoutes, settled
+from draftsmith.eval.server.counters import CounterRoutes, settled
 from draftsmith.heads import HEADS
 from draftsmith.hub.export import export_drafter
 

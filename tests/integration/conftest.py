@@ -10,7 +10,7 @@ from engine_server import behind_a_proxy, chat_tokenizer
 from forked import Server
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from draftsmith.eval.server import measure
+from draftsmith.eval.server import counters
 from draftsmith.heads import Medusa
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 
@@ -51,7 +51,7 @@ def medusa_folder(tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a target that an engine of tests/engine_server.py serves."""
     behind_a_proxy(monkeypatch)
-    monkeypatch.setattr(measure, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(counters, "SETTLE_SECONDS", 0.0)
     make_llama().save_pretrained(tmp_path / "target")
     chat_tokenizer().save_pretrained(tmp_path / "target")
     return tmp_path / "target"

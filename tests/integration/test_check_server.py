@@ -14,7 +14,7 @@ from conftest import make_llama
 from engine_server import Engine, behind_a_proxy, chat_tokenizer
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.eval.server.measure import CounterRoutes
+from draftsmith.eval.server.counters import CounterRoutes
 from draftsmith.heads.draft_model import DraftModel
 
 SIZES = {"max_position_embeddings": 32}

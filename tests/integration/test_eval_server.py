@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from commands import run, write_prompts
-from engine_server import Engine
+from engine_server import Engine, chat_tokenizer
 from transformers import AutoModelForCausalLM
 
 from draftsmith.errors import ConfigError
 from draftsmith.eval.journal import Numbers
 from draftsmith.eval.server import measure
+from draftsmith.eval.server.counters import CounterRoutes, Counters, parse_counters
 from draftsmith.eval.server.evaluation import row_of
-from draftsmith.eval.server.measure import Counters, parse_counters
 
 ROUNDS = 3
 """Rounds of an answer of 7 tokens: the prefill's, and two a round, of which one was drafted and accepted."""
@@ -46,6 +46,7 @@ class Drafting:
             at = [f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="{p}"}}' for p in (0, 1)]
             lines += [
                 f"vllm:spec_decode_num_drafts_total{label} {rounds}.0",
+                f"vllm:spec_decode_num_draft_tokens_total{label} {2 * rounds}.0",
                 f"{at[0]} {self.first * rounds}",
                 f"{at[1]} 0.0",
             ]
@@ -111,34 +112,35 @@ def test_servers_take_turns_and_a_killed_measurement_continues(
 ) -> None:
     """The first server fails in the middle; the same command asks only for what is missing, also after a cut line."""
     order: list[str] = []
-    batch = measure.ServerRun.batch
+    turn = measure.ServerRun.turn
 
-    async def watched(self: measure.ServerRun, *arguments: Any) -> tuple[int, float]:
+    async def watched(self: measure.ServerRun, *arguments: Any) -> Any:
         if len(order) == 7:
             raise KeyboardInterrupt
         order.append(self.server.base_url)
-        return await batch(self, *arguments)
+        return await turn(self, *arguments)
 
     with Drafting("vllm").engine.running() as engine, Drafting(None).engine.running() as plain:
         with monkeypatch.context() as patched:
-            patched.setattr(measure.ServerRun, "batch", watched)
+            patched.setattr(measure.ServerRun, "turn", watched)
             assert served(folder, prompts, engine, tmp_path / "out", "--baseline", plain.url) != 0
         one, other = (url.url + "/v1" for url in (engine, plain))
         assert order == [one, other, one, other, other, one, one], "warm-up, then in turns"
         journal = tmp_path / "out" / "batches.jsonl"
-        assert journal.read_text().count('"fact"') == 5
+        assert journal.read_text().count('"fact"') == 1 + 4, "a batch is stored once all servers have answered it"
         assert served(folder, prompts, engine, tmp_path / "out", "--baseline", plain.url, "--seed", 9) == 2
         assert "holds another run: seed=0 there, 9 here" in " ".join(capsys.readouterr().err.split())
         journal.write_text(journal.read_text()[:-9])
         asked: list[str] = []
 
-        async def counted(self: measure.ServerRun, *arguments: Any) -> tuple[int, float]:
+        async def counted(self: measure.ServerRun, *arguments: Any) -> Any:
             asked.append(self.server.base_url)
-            return await batch(self, *arguments)
+            return await turn(self, *arguments)
 
-        monkeypatch.setattr(measure.ServerRun, "batch", counted)
+        monkeypatch.setattr(measure.ServerRun, "turn", counted)
         assert served(folder, prompts, engine, tmp_path / "out", "--baseline", plain.url) == 0
-        assert len(asked) == 2 + 2 * 2 * (6 + 3) - 4, "warm-up, and all batches but those in whole lines"
+        turns = (5 + 2) + (3 + 1)  # the last prompt has two turns
+        assert len(asked) == 2 + 2 * 2 * turns - 2, "warm-up, and all batches but the one whose lines are whole"
     rows = json.loads((tmp_path / "out" / "eval.json").read_text())["server"]
     assert [(row["tau"], row["acceptance_at"]) for row in rows] == [(2.0, [1.0, 0.0])] * 2
     assert not journal.exists()
@@ -299,7 +301,7 @@ def test_a_baseline_is_checked_before_anything_is_measured(
     ],
 )
 def test_passes_without_a_draft_are_rounds_of_one_token(tokens: int, counted: Counters, rounds: int) -> None:
-    assert Numbers(tokens, 1.0, counted.rounds, counted.accepted).rounds == rounds
+    assert Numbers(tokens, 1.0, counted.rounds, counted.accepted, counted.drafted).rounds == rounds
 
 
 @pytest.mark.parametrize("size", [1, 2, 64])
@@ -329,7 +331,7 @@ vllm:spec_decode_num_drafts_total{engine="1"} 5.0
 vllm:spec_decode_num_drafts_created{engine="0"} 1.7e+09
 vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 3
 vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0",engine="1"} 9
-vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0",engine="0"} nonsense
+vllm:other{position="0",engine="0"} nonsense
 broken line {
 """
     now = parse_counters(text)
@@ -338,3 +340,159 @@ broken line {
     assert parse_counters("<html>") == Counters(False)
     with pytest.raises(ConfigError, match="started again"):
         Counters(True, 1.0).since(now)
+
+
+def test_labels_may_hold_braces_and_quotes() -> None:
+    at = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    text = f"""vllm:spec_decode_num_drafts_total{{model_name="a{{}},b"}} 10
+vllm:spec_decode_num_draft_tokens_total {{ model_name = "a\\"}}", }} 20 1700000000
+{at}{{model_name="x\\",position=\\"1",position="0"}} 9
+{at}{{position="7000000000"}} 5
+"""
+    assert parse_counters(text) == Counters(True, 10.0, (9.0,), 20.0)
+
+
+@pytest.mark.parametrize("value", ["nonsense", "NaN", "-1", "+Inf"])
+def test_a_counter_that_is_no_number_is_no_zero(value: str) -> None:
+    found = parse_counters(f"vllm:generation_tokens_total 9\nvllm:spec_decode_num_drafts_total {value}\n")
+    assert found == Counters(False)
+    assert found.why == "vllm:spec_decode_num_drafts is no number"
+    with pytest.raises(ConfigError, match=r"/metrics were not read each time \(vllm:spec_decode_num_drafts is no"):
+        Counters(True, 5.0).since(found)
+    with pytest.raises(ConfigError, match="were not read each time"):
+        found.since(Counters(True, 5.0))
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503, None])
+def test_a_reading_that_fails_is_tried_again(status: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None: the connection is closed. A route that fails each time is an error; one that is missing is none."""
+    monkeypatch.setattr("draftsmith.eval.server.counters.SETTLE_SECONDS", 0.0)
+    drafting = Drafting("vllm")
+    with drafting.engine.running() as engine:
+        routes, left = CounterRoutes(engine.url), [2]
+
+        def fails(path: str) -> int | None:
+            left[0] -= path == "/metrics"
+            return status if path == "/metrics" and left[0] >= 0 else 200
+
+        engine.route_status = fails
+        assert routes.counters() == Counters(True, 0.0, (0.0, 0.0), 0.0)
+        left[0] = 99
+        with pytest.raises(ConfigError, match=r"/metrics fails \((status|cannot be reached)"):
+            routes.counters()
+        for missing in (404, 405, 501, 403):
+            engine.route_status = lambda _, missing=missing: missing
+            found = routes.counters()
+            assert (found.known, found.why, found.absent) == (False, f"status {missing}", True)
+
+
+@pytest.mark.parametrize(
+    ("location", "known"),
+    [
+        ("/metrics/", True),
+        ("http://127.0.0.1/metrics/", True),
+        ("https://127.0.0.1:1/metrics/", True),
+        ("http://localhost:{port}/metrics/", False),
+        ("/metrics", False),
+    ],
+    ids=["relative", "without the port", "another scheme", "another host", "a loop"],
+)
+def test_redirects_on_the_same_host_are_followed(location: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftsmith.eval.server.counters.SETTLE_SECONDS", 0.0)
+    with Drafting("vllm").engine.running() as engine:
+        to = location.replace("{port}", engine.url.rpartition(":")[2])
+        engine.redirects = {"/metrics": to}
+        engine.metrics_path = "/metrics/"
+        assert CounterRoutes(engine.url).counters().known == known
+
+
+def test_drafts_of_different_lengths(folder: Path, prompts: Path, tmp_path: Path) -> None:
+    """Of an answer's drafts, one has one token and two have three; the counters tell acceptance of the first alone."""
+    at = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    drafting = Drafting("vllm")
+    drafting.engine.metrics = lambda _: "\n".join(
+        f"{name} {count * drafting.answers}"
+        for name, count in {
+            "vllm:spec_decode_num_drafts_total": 3,
+            "vllm:spec_decode_num_draft_tokens_total": 7,
+            f'{at}{{position="0"}}': 2,
+            f'{at}{{position="1"}}': 1,
+            f'{at}{{position="2"}}': 0,
+        }.items()
+    )
+    with drafting.engine.running() as engine:
+        assert served(folder, prompts, engine, tmp_path / "out") == 0
+    stored = json.loads((tmp_path / "out" / "eval.json").read_text())
+    assert [(row["tau"], row["acceptance_at"], row["alpha"]) for row in stored["server"]] == [
+        (2.0, [pytest.approx(2 / 3)], None)
+    ] * 2
+    assert any("Drafts differ in length (2.33 draft tokens on average, at most 3)" in note for note in stored["notes"])
+
+
+@pytest.mark.parametrize(
+    ("drafted", "accepted", "tested", "known"),
+    [
+        (15.0, (4.0, 2.0, 1.0), (5.0, 4.0, 2.0), True),
+        (5.0, (4.0, 0.0, 0.0), (5.0,), True),
+        (9.0, (4.0, 2.0, 1.0), (5.0,), False),
+        (9.0, (0.0, 0.0, 0.0), (5.0,), True),
+        (None, (4.0, 2.0), (5.0,), False),
+        (None, (4.0,), (5.0,), True),
+        (None, (), (), True),
+    ],
+)
+def test_positions_of_which_the_counts_tell_acceptance(
+    drafted: float | None, accepted: tuple[float, ...], tested: tuple[float, ...], known: bool
+) -> None:
+    numbers = Numbers(20, 1.0, 5.0, accepted, drafted)
+    assert (numbers.tested, numbers.lengths_known) == (tested, known)
+
+
+def test_a_baseline_that_drafts_is_refused(
+    folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Drafting("vllm").engine.running() as engine, Drafting("vllm").engine.running() as other:
+        assert served(folder, prompts, engine, tmp_path / "out", "--baseline", other.url) == 2
+    assert f"baseline={other.url} drafts; expected a server without a drafter" in capsys.readouterr().err
+
+
+def test_metrics_that_stop_being_readable_are_no_zeros(
+    folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The route is gone after the warm-up, and in a continued run; neither reading becomes a batch without drafts."""
+    drafting = Drafting("vllm")
+    with drafting.engine.running() as engine:
+        drafting.engine.route_status = lambda path: 404 if path == "/metrics" and drafting.answers > 30 else 200
+        assert served(folder, prompts, engine, tmp_path / "out", "--temperature", 0) == 2
+        assert "/metrics were not read each time (status 404)" in " ".join(capsys.readouterr().err.split())
+        assert served(folder, prompts, engine, tmp_path / "out", "--temperature", 0) == 2
+        assert "/metrics were read for the first batches (status 404)" in " ".join(capsys.readouterr().err.split())
+        drafting.engine.route_status = lambda path: 200
+        assert served(folder, prompts, engine, tmp_path / "out", "--temperature", 0) == 0
+    assert [row["tau"] for row in json.loads((tmp_path / "out" / "eval.json").read_text())["server"]] == [2.0] * 4
+
+
+def test_turns_that_cannot_follow_are_counted_and_the_same_for_both(folder: Path, tmp_path: Path) -> None:
+    """The server's answers to one of three conversations are another text: its second turn is asked of neither."""
+    rows = "".join(json.dumps({"turns": [letter * 3, "y"]}) + "\n" for letter in "abc")
+    (tmp_path / "turns.jsonl").write_text(rows)
+
+    def fault(number: int, body: dict[str, Any]) -> str | None:
+        return (
+            "other_text" if number > 5 and body["max_tokens"] == 7 and body["messages"][0]["content"] == "bbb" else None
+        )
+
+    one, two = Engine(fault=fault), Engine()
+    chat_tokenizer().save_pretrained(folder)
+    with one.running(), two.running():
+        command = ["eval", "server", one.url, "--baseline", two.url, "--target", folder, "--model", "tiny"]
+        command += ["--prompts", tmp_path / "turns.jsonl", "--temperature", 0, "--repeats", 1, "--max-new-tokens", 7]
+        assert run(*command, "--concurrency", 2, "--out", tmp_path / "out") == 0
+    stored = json.loads((tmp_path / "out" / "eval.json").read_text())
+    note = "1 later turns were left out, since answers before them have tokens that are another text for the tokenizer."
+    assert note in stored["notes"]
+    assert [row["turns_left_out"] for row in stored["server"]] == [1]
+    seconds = [
+        [body["messages"][0]["content"] for body in engine.asked if len(body["messages"]) == 3] for engine in (one, two)
+    ]
+    assert [set(of) for of in seconds] == [{"aaa", "ccc"}] * 2
