@@ -52,6 +52,10 @@ class Terminal(Console):
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)
 
+    def on_broken_pipe(self) -> None:
+        """Raise the error again; rich would leave with exit code 1, which is a verdict of `check`."""
+        raise BrokenPipeError
+
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
             plain = segment.control or not self.is_terminal

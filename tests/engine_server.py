@@ -99,6 +99,8 @@ class Engine:
     """Where paths are redirected to with status 307."""
     route_status: Callable[[str], int | None] = lambda path: 200
     """The status of a path's answer to GET; None closes the connection."""
+    posts: tuple[str, ...] | None = None
+    """The paths of requests for text; None: any."""
     asked: list[dict[str, Any]] = field(default_factory=list)
     """The bodies of all requests for text."""
     answered: Counter[str] = field(default_factory=Counter)
@@ -209,6 +211,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         engine = self.engine
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if engine.posts is not None and self.path not in engine.posts:
+            return self._json({"detail": "Not Found"}, 404)
         if engine.key is not None and self.headers.get("Authorization") != f"Bearer {engine.key}":
             return self._json({"error": f"no access with {self.headers.get('Authorization')}"}, 401)
         if body["model"] != engine.model:

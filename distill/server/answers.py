@@ -155,6 +155,8 @@ class AnswerReader:
         if answer.same_prompt is False:
             dated = ", which shows the date" if self.chat.shows_time else ""
             raise NoTokens(f"have prompts of which the server makes other tokens than the chat template{dated}")
+        if not self._has_tokens(answer):
+            answer = _whole_characters(answer)
         message: Message = {"role": ASSISTANT, "content": answer.text}
         if answer.reasoning and self.thinking:
             message["reasoning_content"] = answer.reasoning
@@ -230,6 +232,14 @@ class AnswerReader:
         if any(bare(part) not in shown for part in wanted):
             raise NoTokens("have thinking that the chat template does not show (thinking='drop' leaves it out)")
         return last.input_ids[:end], start
+
+
+def _whole_characters(answer: Answer) -> Answer:
+    """Return an answer without tokens up to the character inside which it was cut; `NoTokens` for others inside."""
+    text = answer.text.rstrip(REPLACED) if answer.finish == CUT else answer.text
+    if REPLACED in text + answer.reasoning:
+        raise NoTokens("have parts of characters, shown as U+FFFD, and come without their tokens")
+    return replace(answer, text=text)
 
 
 def bare(text: str) -> str:

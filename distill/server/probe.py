@@ -5,6 +5,7 @@ import itertools
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -28,6 +29,9 @@ COLD = 0.01
 """A temperature at which a token is drawn that is not the most likely one only where two are nearly as likely."""
 COLD_ANSWERS = 8
 """Answers at this temperature; more than half of them must be the greedy text."""
+HOT = 2.0
+"""A temperature at which even a target that is certain at T=1 answers two seeds differently."""
+HOT_PROMPTS, HOT_SEEDS = 4, 3
 
 
 async def check_server(
@@ -46,7 +50,8 @@ async def check_server(
 
     Raises:
         ConfigError: for a name that is not served or belongs to another model, prompts of which the server makes other
-            tokens, answers that the tokenizer reads as another text, and another model's answers.
+            tokens, answers that the tokenizer reads as another text, another model's answers, and several responses of
+            a server that answers every seed alike.
     """
     name = sampler.server.model
     require_related(target, name)
@@ -55,6 +60,12 @@ async def check_server(
     sampler.accepts = await _accepted(sampler, questions, shortest[0], client)
     answers = await asyncio.gather(*(_probe(sampler, questions, index, client) for index in shortest))
     _require_target(sampler, answers, client.url, model)
+    responses = sampler.data.responses
+    if responses > 1 and sampler.data.temperature > 0 and await alike(sampler, questions, client):
+        raise ConfigError(
+            f"responses={responses}, and the server answers every seed alike: it ignores seeds or temperatures, or its "
+            "settings leave one token to choose; expected responses=1, or a server that samples"
+        )
 
 
 async def check_temperatures(sampler: ServerSampler, questions: Dataset, client: ServerClient) -> None:
@@ -74,6 +85,18 @@ async def check_temperatures(sampler: ServerSampler, questions: Dataset, client:
             "expected the same: the server does not sample at the temperature that it is asked for (builds of vLLM "
             "0.32 for CPUs with a drafter do not), so that nothing above T=0 can be measured"
         )
+
+
+async def alike(sampler: ServerSampler, questions: Dataset, client: ServerClient) -> bool:
+    """Return whether the server answers each of a few prompts alike whatever the seed, at `HOT`."""
+    shortest = _shortest(questions, HOT_PROMPTS)
+    asked = [(index, seed) for index in shortest for seed in range(1, HOT_SEEDS + 1)]
+    try:
+        hot = await asyncio.gather(*(_probe(sampler, questions, i, client, seed, HOT, top_p=1.0) for i, seed in asked))
+    except ConfigError:  # a server that refuses so high a temperature
+        return False
+    texts = {(index, _text(answer)) for (index, _), (_, answer) in zip(asked, hot, strict=True)}
+    return len(texts) == len(shortest)
 
 
 def _text(answer: Answer) -> tuple[str, str]:
@@ -119,12 +142,19 @@ def _asked(questions: Dataset, index: int) -> Asked:
 
 
 async def _probe(
-    sampler: ServerSampler, questions: Dataset, index: int, client: ServerClient, seed: int = 0, temperature: float = 0
+    sampler: ServerSampler,
+    questions: Dataset,
+    index: int,
+    client: ServerClient,
+    seed: int = 0,
+    temperature: float = 0,
+    **instead: Any,
 ) -> tuple[Asked, Answer]:
     asked = _asked(questions, index)
     most = min(PROBE_TOKENS, sampler.data.response_tokens)
     try:
-        return asked, await sampler.ask(client, asked, [index, seed], temperature=temperature, max_tokens=most)
+        fields = {"temperature": temperature, "max_tokens": most, **instead}
+        return asked, await sampler.ask(client, asked, [index, seed], **fields)
     except (RequestFailed, NoTokens) as error:
         what = "greedy probe" if temperature == 0 else f"probe at T={temperature:g}"
         raise ConfigError(f"server does not answer the {what} ({error}); expected an answer") from error

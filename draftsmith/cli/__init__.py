@@ -1,6 +1,7 @@
 """The command line. Commands import their packages when they run: help and errors do not wait for torch."""
 
 import _thread
+import io
 import os
 import sys
 import traceback
@@ -276,6 +277,20 @@ CRASHED = 70
 """Exit code of an error that is ours: EX_SOFTWARE of sysexits.h, which no verdict has."""
 
 
+PIPE_CLOSED = 141
+"""Exit code of shells for a command that is ended by SIGPIPE."""
+
+
+def _accept_any_text() -> None:
+    """Let stdout escape characters that its encoding lacks, as stderr does, and replace a closed stream."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # as long as the process
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 @contextmanager
 def _interrupts_kept() -> Iterator[None]:
     """Repeat a Ctrl-C that Python ignores because it is raised in the callback of a weak reference or in `__del__`.
@@ -302,15 +317,21 @@ def _interrupts_kept() -> Iterator[None]:
 def main(arguments: list[str] | None = None) -> Any:
     """Run the command line; an error that the user can fix is printed as one line, with exit code 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    _accept_any_text()
     quiet_imports()
     try:
         for argument in arguments:
             if not argument.isprintable() and argument != argument.encode(errors="replace").decode():
                 raise ConfigError.of("argument", argument, "text in UTF-8")
         with _interrupts_kept():
-            sys.exit(app(args=arguments, prog_name="draftsmith", standalone_mode=False) or 0)
+            code = app(args=arguments, prog_name="draftsmith", standalone_mode=False) or 0
+            sys.stdout.flush()
+            sys.exit(code)
     except DraftsmithError as error:
         _leave(f"{type(error).__name__}: {error}")
+    except BrokenPipeError:  # the reader of the output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python reports the rest at its exit
+        sys.exit(PIPE_CLOSED)
     except OSError as error:
         # For example a name that is too long, a folder without permission, a full disk.
         _leave(f"{type(error).__name__}: {reason_of(error)}")

@@ -25,6 +25,7 @@ ALPHA = 1e-3
 """Probability that a run over lossless drafters calls any of them lossy."""
 GREEDY_TOKENS = 96
 CALIBRATION = 4
+SERVED_RULE = "the server's"
 LOSSLESS, LOSSY, INCONCLUSIVE = "lossless", "lossy", "inconclusive"
 Verdict = Literal["lossless", "lossy", "inconclusive"]
 
@@ -210,7 +211,7 @@ def sentences(checked: Check) -> list[str]:
 
 def _greedy(arm: VariantCheck, greedy: GreedyCheck, reference: str) -> list[str]:
     name = f"{arm.drafter} ({arm.policy}) at T={arm.temperature:g}"
-    if greedy.drafted == 0:
+    if greedy.drafted == 0 and not greedy.bugs:
         return [f"{name}: INCONCLUSIVE: nothing was drafted; more or longer prompts are needed."]
     ties = len(greedy.divergences) - len(greedy.bugs) - len(greedy.not_judged)
     unknown = f"; {len(greedy.not_judged)} not judged" if greedy.not_judged else ""
@@ -248,7 +249,7 @@ def _sampling(arm: VariantCheck, sampling: SamplingCheck) -> list[str]:
         worst = min(sampling.rule.tests, key=lambda test: test.adjusted)
         return [f"{name}: LOSSY: {worst.name}, p = {worst.adjusted:.2g} after Holm's correction."]
     if arm.verdict == "inconclusive":
-        return [f"{name}: INCONCLUSIVE: {_why_inconclusive(sampling)}"]
+        return [f"{name}: INCONCLUSIVE: {_why_inconclusive(arm, sampling)}"]
     caught = min(sampling.control.tests, key=lambda test: test.adjusted)
     detects = {test.name: test.detects for test in sampling.rule.tests}
     shift = f", and a shift of {detects[ALL_TOKENS]:.2g} over all tokens" if ALL_TOKENS in detects else ""
@@ -260,11 +261,13 @@ def _sampling(arm: VariantCheck, sampling: SamplingCheck) -> list[str]:
     ]
 
 
-def _why_inconclusive(sampling: SamplingCheck) -> str:
+def _why_inconclusive(arm: VariantCheck, sampling: SamplingCheck) -> str:
     if sampling.rule.drafted == 0:
         return "nothing was drafted; other prompts are needed."
     if not sampling.control.rejects(sampling.level):
         return "the lossy control was not detected either; more --tokens are needed."
+    if arm.rule == SERVED_RULE:
+        return "its answers are all alike."
     return "the rule is known to be lossy and was not detected; more --tokens are needed."
 
 

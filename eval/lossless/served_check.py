@@ -1,5 +1,6 @@
 """The losslessness check of a running server: what it is asked, and the verdict on each kind of question."""
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,8 @@ from draftsmith.eval.lossless.check import (
     ALPHA,
     GREEDY_TOKENS,
     INCONCLUSIVE,
+    LOSSLESS,
+    SERVED_RULE,
     Check,
     CheckSettings,
     VariantCheck,
@@ -40,7 +43,7 @@ from draftsmith.eval.lossless.served_answers import (
     string,
 )
 from draftsmith.eval.prompts import Prompt, PromptRows, left_out
-from draftsmith.eval.server.counters import CounterRoutes
+from draftsmith.eval.server.counters import CounterRoutes, Counters, settled
 from draftsmith.heads.model_config import context_limit, vocabulary_of
 from draftsmith.provenance import environment, model_fingerprint
 from draftsmith.terminal import stage
@@ -60,6 +63,7 @@ LONGEST_CONTEXT = 8192
 LEFT = (8, 5)
 """Tokens of the context that are left after a prompt; with both, drafts end at different distances from its end."""
 STOP_CHARACTERS = 3
+END_OF_CONTEXT = "the end of the context"
 CONTROL = 4
 """In the control, one answer in `CONTROL` is replaced by the greedy one."""
 
@@ -79,6 +83,8 @@ class ServedCheck:
     limit: int | None
     notes: list[str] = field(default_factory=list)
     """The parts that were not tested, and the reasons."""
+    drafts: Callable[[int], int | None] = lambda _: None
+    """See `DraftCount`."""
 
     def arms(self) -> Iterator[VariantCheck]:
         """Yield the results of each kind of question."""
@@ -99,13 +105,16 @@ class ServedCheck:
         yield self._arm(one, self._compared(cold, said, self._own, COLD_GAP), COLDEST)
         for name, probe in {
             "stop strings": self._stop,
-            "the end of the context": self._end,
+            END_OF_CONTEXT: self._end,
         }.items():
             try:
-                with stage(name):
-                    found = probe(requests[:PROBED], alone)
+                length = self.limit if name == END_OF_CONTEXT and self.limit is not None else None
+                with stage(name, None if length is None else 2 * len(LEFT) * length) as done:
+                    found = probe(requests[:PROBED], alone, done)
             except RequestFailed as error:
                 found = f"the server refuses the request ({error})"
+            if isinstance(found, GreedyCheck) and found.drafted == 0 and not found.bugs:
+                found = "the server drafted nothing"  # a few tokens, in which some drafters find no draft
             if isinstance(found, str):
                 self.notes.append(f"{name}: not tested: {found}.")
             else:
@@ -121,7 +130,7 @@ class ServedCheck:
 
     def _arm(self, name: str, greedy: GreedyCheck, temperature: float = 0.0) -> VariantCheck:
         (served,) = self.settings.drafters
-        return VariantCheck(served, name, "the server's", temperature, greedy_verdict(greedy), greedy)
+        return VariantCheck(served, name, SERVED_RULE, temperature, greedy_verdict(greedy), greedy)
 
     def _compared(
         self, requests: Sequence[Question], said: Sequence[Said], own: Sequence[Said], slack: float = 0.0
@@ -132,9 +141,9 @@ class ServedCheck:
             identical += theirs.same(ours)
             tokens += len(theirs.tokens if theirs.tokens is not None else ours.tokens or ())
             differing += self.reference.differences(request, theirs, ours, slack)
-        return GreedyCheck(len(requests), identical, tokens, None, differing)
+        return GreedyCheck(len(requests), identical, tokens, self.drafts(len(requests)), differing)
 
-    def _stop(self, requests: Sequence[Question], alone: Sequence[Said]) -> GreedyCheck | str:
+    def _stop(self, requests: Sequence[Question], alone: Sequence[Said], _: Done) -> GreedyCheck | str:
         """Stop greedy answers at characters from their middle; compare with the same answers, cut there."""
         expected, asked = [], []
         for request, said in zip(requests, alone, strict=False):
@@ -153,7 +162,8 @@ class ServedCheck:
                 name = f"#{request.place[1] + 1}"
                 bugs.append(Divergence(name, len(text), None, None, None, None, 0.0, "bug"))
         same = sum(text in cuts for text, (_, cuts) in zip(answers, expected, strict=True))
-        return GreedyCheck(len(asked), same, sum(request.tokens for request in asked), None, bugs)
+        drafted = self.drafts(len(asked))
+        return GreedyCheck(len(asked), same, sum(request.tokens for request in asked), drafted, bugs)
 
     def _cuts(self, request: Question, said: Said, stop: str) -> set[str]:
         """Return a text up to its stop, and up to the token that completes it: transformers ends there."""
@@ -163,15 +173,16 @@ class ServedCheck:
         cut = said.text[: said.text.index(stop)].strip()
         return {cut, next((text for text in shown if stop in text), cut)}
 
-    def _end(self, _: Sequence[Question], __: Sequence[Said]) -> GreedyCheck | str:
-        """Ask for the last tokens of the context."""
+    def _end(self, _: Sequence[Question], __: Sequence[Said], done: Done) -> GreedyCheck | str:
+        """Ask for the last tokens of the context; `done`: called with the tokens that were read."""
         if self.limit is None:
             return "the length of the context is not known"
         if self.limit > LONGEST_CONTEXT:
             return f"the context of {self.limit:,} tokens is too long (at most {LONGEST_CONTEXT:,})"
-        requests, own = [], []
+        requests, own, first = [], [], 0
         for number, left in enumerate(left for left in LEFT if left < self.limit):
-            for shift in range(min(PROBED, len(self.prompts))):  # a prompt after which the text reaches the end
+            # A prompt after which the text reaches the end: that of the last length is a good guess.
+            for shift in range(first, min(PROBED, len(self.prompts))):
                 prompts = [*self.prompts[shift:], *self.prompts[:shift]]
                 request = Question((END, number, shift), filled(prompts, self.limit - left), left)
                 if not self.server.expressible(request.prompt):
@@ -180,10 +191,16 @@ class ServedCheck:
                 if not text.ended:
                     requests.append(request)
                     own.append(text)
+                    first = shift
+                    done(self.limit)
                     break
         if not requests:
             return "the target ends its texts before"
-        return self._compared(requests, self.server.say(requests), own)
+        said = []
+        for request in requests:
+            said += self.server.say([request])
+            done(self.limit)
+        return self._compared(requests, said, own)
 
     def _sampled(self, number: int, temperature: float, alone: Sequence[Said]) -> VariantCheck:
         """Sample the first tokens after each prompt with many seeds."""
@@ -201,6 +218,7 @@ class ServedCheck:
         ]
         with self._stage(f"sampling at T={temperature:g}", list(chain(*requests))) as done:
             said = [self.server.say(of_context, at_once=AT_ONCE, done=done) for of_context in requests]
+        drafted = self.drafts(sum(map(len, requests)))
         tokens = all(text.tokens is not None for texts in said for text in texts)
         end = min(self.server.chat.ends, default=-1) if tokens else -1
         drawn = [[string(text, end, tokens=tokens) for text in texts] for texts in said]
@@ -208,8 +226,17 @@ class ServedCheck:
         level = ALPHA / sum(t > 0 for t in settings.temperatures)
         tests, tolerance = self.reference.tests(requests, greedy, sampling, tokens=tokens)
         found = check_samples(drawn, greedy, level, tests, tolerance)
+        found = replace(found, rule=replace(found.rule, drafted=drafted))
+        alike = draws > 1 and all(len(set(of_context)) == 1 for of_context in drawn)
+        if alike:
+            self.notes.append(
+                f"sampled at T={temperature:g}: the server answers every seed alike: it ignores seeds or temperatures, "
+                "so that its answers are no sample, with or without speculation."
+            )
+        if found.verdict == LOSSLESS and (alike or drafted == 0):
+            found = replace(found, verdict=INCONCLUSIVE)
         (served,) = settings.drafters
-        return VariantCheck(served, "sampled", "the server's", temperature, found.verdict, None, found)
+        return VariantCheck(served, "sampled", SERVED_RULE, temperature, found.verdict, None, found)
 
     def _begin(self, prompt: Prompt, text: Said, end: int, *, tokens: bool) -> String:
         """Return the first tokens of a greedy answer, or their text."""
@@ -217,6 +244,42 @@ class ServedCheck:
             return string(text, end, tokens=True)[:TOKENS]
         first = self.server.chat.response(prompt.input_ids, text.text, "answer")[:TOKENS]
         return tuple(map(ord, bare(text_after(self.server.chat.tokenizer, prompt.input_ids, first))))
+
+
+class DraftCount:
+    """The drafts of a server between two calls, from its counters.
+
+    A call is told how many requests were made since the last one. It returns None where the counters do not tell, and
+    where nothing was drafted and some of these answers are of an earlier command.
+    """
+
+    def __init__(self, server: ServedModel) -> None:
+        self.routes, self._server = CounterRoutes(server.sampler.server.base_url), server
+        self.all: list[int | None] = []
+        """What the calls returned."""
+        self._last, self._answers = self._read(), len(server.journal)
+
+    def __call__(self, requests: int) -> int | None:
+        before, self._last = self._last, self._read()
+        answers, self._answers = self._answers, len(self._server.journal)
+        try:
+            drafts = int(self._last.since(before).rounds) if self._last.known else None
+        except ConfigError as error:  # read once, or started again
+            self._last, drafts = replace(self._last, why=str(error)), None
+        drafts = drafts or (0 if drafts == 0 and len(self._server.journal) - answers >= requests else None)
+        self.all.append(drafts)
+        return drafts
+
+    @property
+    def why(self) -> str:
+        """The reason for which the drafts are not known."""
+        return self._last.why or "the answers of an earlier command"
+
+    def _read(self) -> Counters:
+        try:
+            return asyncio.run(settled(self.routes))
+        except ConfigError as error:  # the texts are compared without them
+            return Counters(False, why=str(error))
 
 
 def check_samples(
@@ -301,21 +364,25 @@ def check_server(
 
 def _complete(run: ServedCheck, checked: Check, url: str, keep: Callable[[Check], None]) -> Check:
     keep(checked)
+    run.drafts = drafts = DraftCount(run.server)
+    other = DraftCount(run.reference.server) if isinstance(run.reference, Baseline) else None
     for arm in run.arms():
         checked.arms.append(arm)
         keep(checked)
-    routes = CounterRoutes(run.server.sampler.server.base_url)
-    counters, arms = routes.counters(), checked.arms
-    if options := routes.lossy_options():
+    arms = checked.arms
+    if options := drafts.routes.lossy_options():
         run.notes.append(
             f"{url} runs with {', '.join(options)}, which does not keep the target's distribution: a lossless verdict "
             "then says only that these tests did not find it."
         )
-    if not counters.known:
-        run.notes.append(f"{url} counts no drafts: whether it drafted anything is not known.")
-    elif not counters.rounds:
-        run.notes.append(f"{url} has drafted nothing, as its counters say.")
-        arms = [replace(arm, verdict=INCONCLUSIVE) if arm.verdict == "lossless" else arm for arm in arms]
+    if not any(drafts.all):
+        if None in drafts.all:
+            run.notes.append(f"{url} counts no drafts: whether it drafted anything is not known ({drafts.why}).")
+        else:
+            run.notes.append(f"{url} has drafted nothing during the check, as its counters say.")
+    if other is not None and other(0):
+        run.notes.append(f"baseline={checked.settings.baseline} drafts: its texts are not those of the target alone.")
+        arms = [replace(arm, verdict=INCONCLUSIVE) if arm.verdict == LOSSLESS else arm for arm in arms]
     finished = replace(checked, arms=arms, finished=True)
     keep(finished)
     return finished

@@ -74,7 +74,7 @@ def measure_server(settings: ServedSettings, out: Path, *, overwrite: bool = Fal
         for other in found.values():
             alone = {place: series_of(BASELINE, place, run.units(place[1]), of) for place, of in other.items()}
         result = _evaluation(run, name, measured, alone, identity, journal.facts[COUNTED][name])
-        result = replace(result, notes=[*left_out, *result.notes])
+        result = replace(result, notes=[*left_out, *run.notes, *result.notes])
         with writing(out, KEPT):
             write_text(out / "report.md", _markdown(result))
             write_json(out / EVALUATION, result.as_json())

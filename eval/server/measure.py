@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.data_section import DataSection, ServerSection
 from draftsmith.distill.server.answers import Answer, NoTokens
 from draftsmith.distill.server.client import RequestFailed, ServerClient
-from draftsmith.distill.server.probe import check_server, check_temperatures
+from draftsmith.distill.server.probe import alike, check_server, check_temperatures
 from draftsmith.distill.server.responses import ServerSampler
 from draftsmith.distill.turns import Asked
 from draftsmith.errors import ConfigError, DraftsmithError
@@ -69,6 +69,8 @@ class ServerRun:
     chat: Chat
     context: int | None
     prompts: list[Prompt]
+    notes: list[str] = field(default_factory=list)
+    """Conditions that do not hold, named while it is measured."""
 
     @property
     def conditions(self) -> list[Condition]:
@@ -91,12 +93,18 @@ class ServerRun:
 
     async def checked(self, client: ServerClient) -> ServerSampler:
         """Return the client of the server, after the checks that it serves the target."""
-        sampler = self.sampler(self.settings.temperatures[0], 0)
-        questions = Dataset.from_list([{"input_ids": p.input_ids, "turns": _turns(p)} for p in self.prompts])
+        sampler, questions = self.sampler(self.settings.temperatures[0], 0), self._questions()
         await check_server(sampler, questions, client, target=self.settings.target)
         if max(self.settings.temperatures) > 0:
             await check_temperatures(sampler, questions, client)
         return sampler
+
+    async def alike(self, sampler: ServerSampler, client: ServerClient) -> bool:
+        """Return whether it was to sample, and answers every seed alike."""
+        return max(self.settings.temperatures) > 0 and await alike(sampler, self._questions(), client)
+
+    def _questions(self) -> Dataset:
+        return Dataset.from_list([{"input_ids": p.input_ids, "turns": _turns(p)} for p in self.prompts])
 
     def sampler(self, temperature: float, repeat: int) -> ServerSampler:
         """Return a function that asks with the seed of a repeat."""
@@ -191,7 +199,13 @@ async def _measured(
         for name, run in reversed(runs.items()):  # the baseline first: nothing is asked where it cannot be used
             client = await stack.enter_async_context(ServerClient(run.server))
             routes = CounterRoutes(run.server.base_url)
-            asked.insert(0, _Asked(name, run, client, await run.checked(client), routes))
+            sampler = await run.checked(client)
+            if await run.alike(sampler, client):
+                run.notes.append(
+                    f"{run.server.url} answers every seed alike: it ignores seeds or temperatures, or its settings "
+                    "leave one token to choose, so that rows above T=0 do not show it, nor repeats other texts."
+                )
+            asked.insert(0, _Asked(name, run, client, sampler, routes))
         run = asked[0].run
         journal.begin(run.settings, identity, environment())
         for each in asked:

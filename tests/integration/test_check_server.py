@@ -80,12 +80,14 @@ def test_a_lossless_server_that_fails_in_between(folder: Path, capsys: pytest.Ca
 
 def test_a_server_that_drafts_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It has another model, too, whose context is shorter."""
-    counters = "vllm:generation_tokens_total 5.0\nvllm:spec_decode_num_drafts_total 0.0\n"
+    counters = "vllm:generation_tokens_total 5.0\nvllm:spec_decode_num_drafts_total 700.0\n"  # for others, before
     others = {"names": ["small", "tiny"], "contexts": {"small": 2, "tiny": 32}}
     with Server(metrics=lambda _: counters, **others).running() as server:
         assert check(server.url, folder, "--temperature", 0, "--model", "tiny") == 3
     told = capsys.readouterr()
-    assert "has drafted nothing" in told.out
+    assert "has drafted nothing during the check" in " ".join(told.out.split())
+    assert "LOSSLESS" not in told.out
+    assert "stop strings: not tested: the server drafted nothing" in " ".join(told.out.split())
     stages = [line.removeprefix("  stage: ") for line in told.err.splitlines() if line.startswith("  stage: ")]
     assert stages == [
         *("asking what the server serves", "loading the target", "the reference's greedy texts"),
@@ -140,3 +142,30 @@ def test_what_cannot_be_checked_is_one_line(
     with Server(**options).running() as server:
         assert check(server.url, folder, *more) == 2
     assert message in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_a_baseline_that_drafts_and_a_server_that_drafts_greedily_alone(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both are said, and neither verdict is LOSSLESS; a reading that fails is no zero."""
+
+    def counted(server: Engine) -> str:
+        drafts = sum(body["temperature"] == 0 for body in server.asked)
+        return f"vllm:generation_tokens_total 5\nvllm:spec_decode_num_drafts_total {drafts}\n"
+
+    with Server(metrics=counted).running() as server, Server(metrics=counted).running() as other:
+        out = folder.parent / "out"
+        assert check(server.url, folder, "--baseline", other.url, "--out", out) == 3
+    said = " ".join(capsys.readouterr().out.split())
+    arms = json.loads((out / "check.json").read_text())["arms"]
+    assert f"baseline={other.url} drafts: its texts are not those of the target alone" in said
+    assert {arm["verdict"] for arm in arms} == {"inconclusive"}
+    drafted = {arm["policy"]: arm["greedy"]["drafted"] for arm in arms if arm["temperature"] == 0}
+    assert drafted["one request at a time"] == 2
+    assert [arm["sampling"]["rule"]["drafted"] for arm in arms if arm["sampling"]] == [0]
+
+
+def test_a_server_that_answers_every_seed_alike(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Engine(answer=lambda prompt, _, most: [5, 6, 7, 8, 9, 10, 11, 12][:most]).running() as server:
+        check(server.url, folder, "--baseline", server.url, "--temperature", 1)
+    assert "the server answers every seed alike: it ignores seeds" in " ".join(capsys.readouterr().out.split())

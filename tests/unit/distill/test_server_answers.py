@@ -189,3 +189,11 @@ def test_names_of_other_models_are_refused() -> None:
     require_related("embedded", "Qwen/Qwen3-4B")
     with pytest.raises(ConfigError, match="expected the name of the target"):
         require_related("Qwen/Qwen3-8B", "Qwen/Qwen3-4B")
+
+
+def test_a_text_without_tokens_is_trained_up_to_the_character_inside_which_it_is_cut() -> None:
+    trained, message = added(Answer("cd\ufffd", "length"))
+    assert (trained, message["content"]) == (ids("cd"), "cd")
+    for answer in (Answer("c\ufffdd", "length"), Answer("cd\ufffd", "stop"), Answer("c", "stop", reasoning="\ufffd")):
+        with pytest.raises(NoTokens, match="parts of characters"):
+            added(answer)

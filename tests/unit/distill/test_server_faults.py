@@ -8,9 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import certifi
+import httpx
 import pytest
 from datasets import Dataset
 from engine_server import FLEETING, KEY, LASTING, SLOW, Engine, answer_tokens, behind_a_proxy, chat_tokenizer
+from openai import DefaultAsyncHttpxClient
 
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.data_section import DataSection, ServerSection
@@ -265,3 +268,83 @@ def test_the_key_comes_from_the_environment_and_is_not_shown(
     stored = b"".join(file.read_bytes() for file in (tmp_path / "s").iterdir())
     captured = capsys.readouterr()
     assert KEY not in f"{said}{stored.decode(errors='replace')}{captured.out}{captured.err}"
+
+
+@pytest.mark.parametrize("key", [f"{KEY}\n", f" {KEY}", f'"{KEY}"', f"Bearer {KEY}", f"{KEY}\r", f"\ufeff{KEY}"])
+def test_a_key_that_is_no_header_is_named_and_not_shown(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTSMITH_SERVER_KEY", key)
+    with Engine(key=KEY).running() as engine, pytest.raises(ConfigError, match=r"^DRAFTSMITH_SERVER_KEY: ") as said:
+        sample(engine, tmp_path / "s", questions())
+    assert KEY not in str(said.value)
+
+
+def test_a_long_message_with_the_key_is_masked_before_it_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTSMITH_SERVER_KEY", KEY)
+    middle = client.LONGEST_REASON * 2 // 3 - len(KEY) // 2
+    assert KEY[:9] not in client._shown(ValueError(), "x" * middle + KEY + "y" * client.LONGEST_REASON)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("ALL_PROXY", "socks5://u:hunter2@127.0.0.1:9"), ("HTTP_PROXY", "http://127.0.0.1:port"), ("http_proxy", "x://y")],
+)
+def test_proxies_that_cannot_be_used(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for other in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, value)
+    for kind in (httpx.Client, DefaultAsyncHttpxClient):
+        with pytest.raises(ConfigError, match=f"environment's {name.upper()} cannot be used.*NO_PROXY$") as said:
+            client.opened(kind, "http://192.0.2.1:8000/v1")
+        assert "hunter2" not in str(said.value)
+        client.opened(kind, "http://127.0.0.1:8000/v1")
+
+
+def test_certificates_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read for this machine's servers, too; a file that holds none is named."""
+    monkeypatch.delenv("SSL_CERT_DIR", raising=False)
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none.pem"))
+    with pytest.raises(
+        ConfigError, match=r"^SSL_CERT_FILE=.*none\.pem cannot be read .*; expected certificates in PEM"
+    ):
+        client.opened(httpx.Client, "https://localhost:8000/v1")
+    given: list[Any] = []
+    monkeypatch.setenv("SSL_CERT_FILE", certifi.where())
+    client.opened(lambda **options: given.append(options["verify"]), "https://localhost:8000/v1")
+    assert given[0].get_ca_certs()
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [("/llm", "such as http://localhost:8000/v1"), ("/v1/chat/completions", "expected {url}/v1")],
+)
+def test_addresses_with_the_wrong_path(path: str, said: str, tmp_path: Path) -> None:
+    with Engine(posts=("/v1/completions",)).running() as engine:
+        asked = ServerSection(url=engine.url + path, model="tiny")
+        data = DataSection(response_tokens=8, server=asked)
+        sampler = ServerSampler(data, Chat(chat_tokenizer()), 0, 64, "tiny")
+        with pytest.raises(DraftsmithError) as error:
+            server_samples(
+                sampler, questions(), print, partial(check_server, target="tiny"), folder=tmp_path / "s", progress=False
+            )
+    assert "status 404" in str(error.value)
+    assert str(error.value).endswith(said.format(url=engine.url))
+    assert "are kept" not in str(error.value)
+
+
+def test_several_responses_of_a_server_that_answers_every_seed_alike(tmp_path: Path) -> None:
+    alike = Engine(answer=lambda prompt, _, most: answer_tokens(prompt, 0, most))
+    for engine, refused in ((alike, True), (Engine(), False)):
+        section = ServerSection(url="http://localhost", model="tiny")
+        with engine.running():
+            section = section.model_copy(update={"url": engine.url})
+            data = DataSection(response_tokens=8, responses=3, server=section)
+            sampler = ServerSampler(data, Chat(chat_tokenizer()), 0, 64, "tiny")
+            how = {"folder": tmp_path / str(refused), "progress": False}
+            if refused:
+                with pytest.raises(ConfigError, match="responses=3, and the server answers every seed alike"):
+                    server_samples(sampler, questions(), print, partial(check_server, target="tiny"), **how)
+            else:
+                rows = server_samples(sampler, questions(), print, partial(check_server, target="tiny"), **how)
+                assert len(rows) == 3 * QUESTIONS

@@ -394,3 +394,18 @@ def test_the_attention_implementation_reaches_the_loader(
     call += [] if command == "generate" else ["--out", str(tmp_path / "out"), "--count", "1"]
     code, _, err = _run(capsys, *call, "--attn-implementation", "eager")
     assert (code, given, err.splitlines()[-1]) == (130, ["eager"], said)
+
+
+@pytest.mark.parametrize(("redirect", "code"), [("| true", 141), (">&-", 0), ("| cat", 0)])
+def test_output_that_is_closed_or_whose_encoding_lacks_characters(redirect: str, code: int, tmp_path: Path) -> None:
+    """`data preview` writes through rich; none of these ends in a traceback."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "caf\u00e9", "response": "\u4e2d"}) + "\n")
+    preview = f"{sys.executable} -m draftsmith data preview {rows} --target embedded"
+    words = ["bash", "-c", f"{preview} {redirect}; exit ${{PIPESTATUS[0]}}"]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii", "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run(words, capture_output=True, text=True, env=env, check=False)
+    assert "Traceback" not in run.stderr
+    assert "Exception ignored" not in run.stderr
+    assert run.returncode == code
+    assert ("caf\\xe9" in run.stdout) == (redirect == "| cat")
