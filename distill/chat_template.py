@@ -1,14 +1,14 @@
 """Tokenise conversations with a chat template, and mark the assistant's tokens, on which a drafter is trained.
 
-The assistant's tokens follow from the chat template: from its `{% generation %}` blocks if it has them, else from
-rendering each conversation up to a turn and including it. Text is never searched for markers.
+A sample's prompt is what an engine sends for the messages before an answer. The answer is what the target writes after
+it: the difference that the answer makes to the rendered conversation, up to the token that ends the turn.
 """
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,11 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.distill.conversation import Conversation, mask_spans
+from draftsmith.distill.conversation import Conversation, LeftOut, Unanswered
 from draftsmith.distill.detokenize import text_after
+from draftsmith.distill.encoded_text import EVERYTHING, EncodedText, Span, sampled_text
 from draftsmith.distill.messages import ASSISTANT, Message, as_parts, images_in, opened, with_arguments
+from draftsmith.distill.shown import THOUGHT, not_shown, occurs, template_variables, tools_shown, without_thinking
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.hidden_states import ProcessorInputs, inputs_fingerprint
 from draftsmith.heads.model_config import known_tokens
@@ -26,7 +28,6 @@ from draftsmith.names import PLAIN, TEMPLATES
 from draftsmith.provenance import encoding_fingerprint, tokenizer_fingerprint
 from draftsmith.reading import read_text
 
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PLACEHOLDER = "\ue000"
 TIME = re.compile(r"\bstrftime_now\(\s*(['\"])(.*?)\1\s*\)")
 """The call with which chat templates show the date."""
@@ -38,49 +39,33 @@ LONGEST_TEXT = 2**22
 """Characters of a text that is tokenised."""
 CHARACTERS = 128
 """Characters per token, more than the average of any text: a longer text exceeds a limit in tokens for certain."""
-Span = list[int]
-"""[start, end) of tokens to train on; the token before `start` is only read."""
-EVERYTHING = [0, 2**31 - 1]
-"""The span of all tokens of a text, and of what is appended to it."""
 
 
-class TooLongText(ConfigError):
+class TooLongText(LeftOut):
     """A text with too many characters to be tokenised."""
 
-
-class TemplateRefusal(ConfigError):
-    """A conversation that the chat template refuses, or in which it does not show an answer.
-
-    Args:
-        reason: the end of "rows that …".
-    """
-
-    def __init__(self, message: str, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
+    def __init__(self, place: str, size: int, longest: int) -> None:
+        message = f"{place}: {size} characters; expected at most {longest}"
+        super().__init__(message, f"have more than {longest:,} characters")
 
 
-class ImageAfterAnswer(ConfigError):
+class TemplateRefusal(LeftOut):
+    """A conversation that the chat template refuses, or of which it does not show everything."""
+
+    faulty = True
+
+
+class ImageAfterAnswer(LeftOut):
     """A conversation that cannot be trained on, because an image follows an answer."""
+
+    def __init__(self, place: str) -> None:
+        message = f"{place}: an image after an answer; expected images before the first one"
+        super().__init__(message, "have an image after an answer")
 
 
 def characters(tokens: int) -> int:
     """Return the length in characters up to which a text is tokenised where a limit of `tokens` tokens applies."""
     return min(LONGEST_TEXT, CHARACTERS * tokens)
-
-
-@dataclass(frozen=True)
-class EncodedText:
-    """Token ids, and the spans of them that a drafter is trained on."""
-
-    input_ids: list[int]
-    spans: list[Span]
-    masked: int = 0
-    """Tokens of the answers that are not trained, because the tokenizer has no such id."""
-
-    @property
-    def trained(self) -> int:
-        return sum(end - start for start, end in self.spans)
 
 
 @dataclass(frozen=True)
@@ -93,6 +78,7 @@ class Chat:
         longest: most characters of a text; tokenising a longer one raises `TooLongText`.
         processor: the target's, for messages with images.
         ends: tokens that end the target's answers, besides the tokenizer's EOS.
+        encodes: the target is an encoder-decoder, whose encoder reads the EOS that its tokenizer appends.
         now: the time for templates that show it; default: when they are rendered.
         vocab_size: ids that the target reads, of which the tokenizer may have fewer; default: the tokenizer's.
     """
@@ -103,6 +89,7 @@ class Chat:
     longest: int = LONGEST_TEXT
     processor: Any = None
     ends: frozenset[int] = frozenset()
+    encodes: bool = False
     now: datetime | None = None
     vocab_size: int | None = None
 
@@ -112,6 +99,17 @@ class Chat:
         if self.processor is not None:
             own = None if self.template is not None else self.processor.chat_template
             self.processor.chat_template = self.tokenizer.chat_template = own or self.tokenizer.chat_template
+        self._require_read()
+
+    def _require_read(self) -> None:
+        """Raise ConfigError for an option that the chat template does not read."""
+        read = template_variables(self.tokenizer.chat_template)
+        for name in [] if read is None else sorted(self.options.keys() - read):
+            known = ", ".join(sorted(read or ())) or "none: it has no variables"
+            raise ConfigError(
+                f"template option {name}={json.dumps(self.options[name], default=str)}: the chat template does not "
+                f"read it; expected one of: {known}"
+            )
 
     def key(self) -> list[Any]:
         """Return the settings on which the tokens of a conversation depend; for cache keys."""
@@ -131,28 +129,83 @@ class Chat:
     def prompt(self, dialogue: Conversation) -> list[int]:
         """Return the tokens that the target's first answer follows."""
         if dialogue.messages:
+            self._require_context(dialogue, len(dialogue.asked))
             return self.generation_prompt(dialogue.asked, dialogue)
         if not dialogue.text and dialogue.input_ids is not None:
             return next((it.input_ids[: it.spans[0][0]] for it in self.encode(dialogue, 0)), dialogue.input_ids)
         return self.plain(dialogue.text, dialogue.place)
 
+    def require_turns(self, dialogue: Conversation) -> None:
+        """Raise TemplateRefusal for later turns that the chat template refuses or does not show, after any answers."""
+        messages: list[Message] = []
+        for turn in dialogue.turns:
+            messages += turn
+            self.generation_prompt(messages, dialogue)
+            messages.append({"role": ASSISTANT, "content": PLACEHOLDER})
+
     def plain(self, text: str, place: str = "text") -> list[int]:
-        """Return the tokens of a text that goes through no template, with one BOS where the tokenizer adds it."""
+        """Return the tokens of a text that goes through no template, with one BOS where the tokenizer adds it.
+
+        An EOS that the tokenizer appends is for encoders only: no answer follows it.
+        """
         ids, bos = self._ids(text, place), self.tokenizer.bos_token_id
         twice = bos is not None and ids[:2] == [bos, bos] and self.tokenizer("")["input_ids"][:1] == [bos]
-        return ids[1:] if twice else ids  # the text began with BOS, as text that a template rendered does
+        ids = ids[1:] if twice else ids  # the text began with BOS, as text that a template rendered does
+        return ids[:-1] if self._appends_eos and not self.encodes else ids
+
+    @cached_property
+    def _appends_eos(self) -> bool:
+        """Whether the tokenizer appends EOS to every text."""
+        eos, (ids, bare) = (
+            self.tokenizer.eos_token_id,
+            (self._ids("a", "", add_special_tokens=it) for it in (True, False)),
+        )
+        return eos is not None and ids[-1:] == [eos] != bare[-1:]
 
     def generation_prompt(self, messages: list[Message], of: Conversation) -> list[int]:
         """Return the tokens of messages and of the start of an answer; with the template `PLAIN`, of their texts.
 
         Raises:
             ConfigError: for a tokenizer without a chat template, unless the user has named `PLAIN`.
+            TemplateRefusal: for messages that the chat template refuses or does not show.
         """
         _require_text(messages, of)
-        if not self.tokenizer.chat_template:
+        return self._opened(messages, of)[1]
+
+    def _opened(self, messages: list[Message], of: Conversation) -> tuple[str, list[int]]:
+        """Return the text and the tokens that an engine sends for messages, up to the start of an answer."""
+        if self.tokenizer.chat_template:
+            text = self._render(messages, of, opened=True)
+            ids = self._ids(text, of.place, add_special_tokens=False)
+        else:
             self._require_plain(of)
-            return self.plain("\n".join(str(message["content"]) for message in messages), of.place)
-        return self._ids(self._render(messages, of, opened=True), of.place, add_special_tokens=False)
+            text = "\n".join(str(message["content"]) for message in messages)
+            ids = self.plain(text, of.place)
+        self._require_shown(text, [message for message in messages if message["role"] != ASSISTANT], of, of.tools)
+        return text, ids
+
+    def _require_shown(
+        self, text: str, messages: list[Message], of: Conversation, tools: list[Any] | None = None
+    ) -> None:
+        """Raise TemplateRefusal for messages or tools that do not occur in a rendered text."""
+        lost = not_shown(messages, text, str(self.tokenizer.chat_template or ""))
+        lost += [] if tools_shown(tools, text) else ["tools"]
+        if lost:
+            raise TemplateRefusal(
+                f"{of.place}: the chat template does not show {', '.join(lost)}; expected a template that does "
+                "(data.chat_template), or rows without",
+                f"have {', '.join(lost)} that the chat template does not show",
+            )
+
+    def _require_context(self, whole: Conversation, count: int) -> None:
+        """Raise TemplateRefusal for an answer that is not trained, among the first messages, and not shown.
+
+        Its thinking may be left out, as an engine leaves it out of the prompt.
+        """
+        for place, message in enumerate(whole.messages[:count]):
+            if message["role"] == ASSISTANT and place not in whole.trained and self.tokenizer.chat_template:
+                text = self._render(whole.messages[: place + 1], whole, opened=False)
+                self._require_shown(text, [without_thinking(message)], whole)
 
     def prompt_inputs(self, messages: list[Message], of: Conversation) -> tuple[list[int], ProcessorInputs | None]:
         """Return the tokens of `generation_prompt`, and the processor's tensors of the images in the messages.
@@ -169,6 +222,7 @@ class Chat:
         parts = as_parts(messages, [opened(of.place, source) for source in sources])
         options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
         encoded = self._apply(parts, of, **options)
+        self._opened(messages, of)  # raises for what is not shown
         inputs = {name: value for name, value in encoded.items() if isinstance(value, Tensor)}
         return inputs.pop("input_ids")[0].tolist(), inputs
 
@@ -200,16 +254,17 @@ class Chat:
             prompt: the tokens of `prompt_inputs` for the messages before the first answer.
         """
         if images_in(whole.messages[len(whole.asked) :]):
-            raise ImageAfterAnswer(f"{whole.place}: an image after an answer; expected images before the first one")
-        shown = self._ids(self._render(whole.asked, whole, opened=True), whole.place, add_special_tokens=False)
+            raise ImageAfterAnswer(whole.place)
+        shown = self._opened(whole.asked, whole)[1]
         if not whole.answers:
-            raise _unanswered(whole.place)
+            raise Unanswered(whole.place)
         samples, more = [], len(prompt) - len(shown)
         for sample in self._turn_by_turn(whole):
-            if sample.input_ids[: len(shown)] != shown or sample.spans[0][0] < len(shown):
+            if sample.input_ids[: len(shown)] != shown:
                 raise _hidden(whole.place, "the prompt with images")
             spans = [[start + more, end + more] for start, end in sample.spans]
-            samples.append(EncodedText(prompt + sample.input_ids[len(shown) :], spans))
+            ids = prompt + sample.input_ids[len(shown) :]
+            samples.append(replace(sample, input_ids=ids, spans=spans))
         return samples
 
     def answer(self, messages: list[Message], of: Conversation, prompt: list[int], tokens: list[int]) -> str:
@@ -237,17 +292,15 @@ class Chat:
         if whole.spans == [] and not whole.text and not whole.messages:
             return []
         if whole.input_ids is not None and whole.tokenizer in (None, tokenizer_fingerprint(self.tokenizer)):
-            sample = _checked(whole, self.vocab_size or self.known, self.known)
+            sample = sampled_text(whole, self.vocab_size or self.known, self.known)
             return [sample] if sample.spans else []
         if not whole.messages:
             return [self._text(whole, prompt_tokens)]
         if not whole.answers:
-            raise _unanswered(whole.place)
+            raise Unanswered(whole.place)
         if not self.tokenizer.chat_template:
-            self._require_plain(whole)
             return [self._first_answer(whole)] if whole.answers[0] in whole.trained else []
-        marked = self._marked(whole) if GENERATION.search(str(self.tokenizer.chat_template)) else None
-        return self._turn_by_turn(whole) if marked is None else [marked] if marked.spans else []
+        return self._turn_by_turn(whole)
 
     def marked_spans(self, whole: Conversation, ids: list[int], count: int) -> list[Span]:
         """Return the spans of those of the first `count` messages that the data marks as not trained, in a sample.
@@ -274,15 +327,19 @@ class Chat:
 
     def _text(self, whole: Conversation, prompt_tokens: int) -> EncodedText:
         if not whole.whole:
-            return self._answered(self.plain(whole.text, whole.place), whole.answer or "", whole.place)
+            if whole.answer is None:
+                raise Unanswered(whole.place)
+            return self._answered(self.plain(whole.text, whole.place), whole.answer, whole.place)
         ids = self.plain(whole.text, whole.place)
         cut = min(prompt_tokens, len(ids) // 2)
         return EncodedText(ids, [[cut, len(ids)]])
 
     def _first_answer(self, whole: Conversation) -> EncodedText:
         """Return the first answer only: a target without a template is not trained on conversations."""
-        answer = whole.messages[whole.answers[0]]["content"]
-        return self._answered(self.generation_prompt(whole.asked, whole), str(answer), whole.place)
+        message = whole.messages[whole.answers[0]]
+        prompt, answer = self.generation_prompt(whole.asked, whole), str(message["content"])
+        self._require_shown(answer, [message], whole)
+        return self._answered(prompt, answer, whole.place)
 
     def response(self, prompt: list[int], answer: str, place: str) -> list[int]:
         """Return the tokens of a text that follows `prompt`, without EOS."""
@@ -293,100 +350,147 @@ class Chat:
         return unspaced if ids != unspaced and text_after(self.tokenizer, prompt, unspaced) == answer else ids
 
     def _answered(self, prompt: list[int], answer: str, place: str) -> EncodedText:
-        ids = self.response(prompt, answer, place)
-        if not ids:
-            raise _unanswered(place)
-        end = [] if self.tokenizer.eos_token_id in (None, ids[-1]) else [self.tokenizer.eos_token_id]
-        ids = [*prompt, *ids, *end]
+        """Return a text and its answer, which EOS ends."""
+        ids, ended = self._until_end(self.response(prompt, answer, place), place)
+        eos = self.tokenizer.eos_token_id
+        ids = [*prompt, *ids, *([] if ended or eos is None else [eos])]
         return EncodedText(ids, [[len(prompt), len(ids)]])
 
-    def _marked(self, whole: Conversation) -> EncodedText | None:
-        """Take the spans from the template's `{% generation %}` blocks; None where they are not one for each answer.
+    def _until_end(self, ids: list[int], place: str) -> tuple[list[int], bool]:
+        """Return an answer up to the first token that ends it, and whether there is one.
 
-        Only where some answer is not trained, it matters which block shows which answer.
+        Raises:
+            LeftOut: for an answer of nothing else.
         """
-        self._require_tokenisable(self._render(whole.messages, whole, opened=False), whole.place)
-        encoded = self._apply(whole.messages, whole, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        spans = mask_spans(encoded["assistant_masks"])
-        if not spans:
-            raise TemplateRefusal(
-                f"{whole.place}: the chat template's generation blocks mark no token; expected the assistant's answers "
-                "inside them (data.chat_template names another template)",
-                "have no token in the chat template's generation blocks",
-            )
-        answers = [place for place, message in enumerate(whole.messages) if message["role"] == ASSISTANT]
-        if len(whole.trained) < len(answers):
-            if len(spans) != len(answers):
-                return None
-            spans = [span for span, place in zip(spans, answers, strict=True) if place in whole.trained]
-        ids = list(encoded["input_ids"])
-        return EncodedText(ids, [self._until_eos(ids, *span) for span in spans])
+        ends = self.ends | {self.tokenizer.eos_token_id}
+        length = next((count for count, token in enumerate(ids) if token in ends), len(ids))
+        if not self.tokenizer.decode(ids[:length], skip_special_tokens=True).strip():
+            raise LeftOut(f"{place}: an empty answer; expected a text", "have an empty answer")
+        return ids[: length + 1], length < len(ids)
 
     def _turn_by_turn(self, whole: Conversation) -> list[EncodedText]:
-        """Find the spans by rendering the conversation up to each answer and including it.
+        """Return a sample of each answer, with those before it where its prompt shows them token by token.
 
         Some templates render an earlier turn differently once a later one follows (without its thinking): the earlier
-        turn is then a sample of its own, which ends where the target ended.
+        turn is then a sample of its own.
         """
         samples: list[EncodedText] = []
+        self._require_context(whole, len(whole.messages))
         for index in whole.trained:
-            sample = self._up_to(whole, index)
+            sample = self.sample(whole, index)
             last = samples[-1] if samples else None
-            if last is not None and sample.input_ids[: len(last.input_ids)] == last.input_ids:
-                samples[-1] = EncodedText(sample.input_ids, [*last.spans, *sample.spans])
+            if last is not None and sample.input_ids[: min(len(last.input_ids), sample.spans[0][0])] == last.input_ids:
+                unended = last.unended + sample.unended
+                samples[-1] = EncodedText(sample.input_ids, [*last.spans, *sample.spans], unended=unended)
             else:
                 samples.append(sample)
         return samples
 
-    def _up_to(self, whole: Conversation, index: int) -> EncodedText:
-        """Return the conversation up to an answer, of which only that answer is trained.
-
-        Tokens that the generation prompt gives, such as the header, are not generated and never trained.
-        """
+    def sample(self, whole: Conversation, index: int) -> EncodedText:
+        """Return the prompt of the answer at this place and the answer, which is trained."""
         asked, message = whole.messages[:index], whole.messages[index]
-        opened = self._render(asked, whole, opened=True)
-        after = self._render([*asked, message], whole, opened=False)
-        before = opened if after.startswith(opened) else self._render(asked, whole, opened=False)
-        if not after.startswith(before) or after == before:
-            raise _hidden(f"{whole.place}, message {index + 1}", "the messages before it")
-        prompt = self._ids(opened, whole.place, add_special_tokens=False)
-        generated = self._with_thinking(asked, message, whole, opened, after)
-        if generated is not None:
-            ids, start = [*prompt, *self.response(prompt, generated, whole.place)], len(prompt)
-        else:
-            ids = self._ids(after, whole.place, add_special_tokens=False)
-            start = next((i for i, (a, b) in enumerate(zip(prompt, ids, strict=False)) if a != b), len(prompt))
-        return EncodedText(ids, [self._until_eos(ids, start, len(ids))])
+        text, prompt = self._opened(asked, whole)
+        written = self._written(whole, index, text)
+        begun = OPENED.search(text)
+        self._require_shown((begun[0] if begun else "") + written, [message], whole)
+        ids = self._ids(text + written, whole.place, add_special_tokens=False)
+        # An engine sends the prompt's tokens, also where the answer's first characters would change the last one.
+        same = ids[: len(prompt)] == prompt
+        ids, ended = self._until_end(
+            ids[len(prompt) :] if same else self.response(prompt, written, whole.place), whole.place
+        )
+        end = [] if ended else self._end_of_next_role(whole, index)
+        ids = [*prompt, *ids, *end]
+        return EncodedText(ids, [[len(prompt), len(ids)]], unended=int(not ended and not end))
 
-    def _with_thinking(
-        self, asked: list[Message], message: Message, of: Conversation, opened: str, after: str
-    ) -> str | None:
-        """Return an answer as it is generated after `opened`, where the template leaves out the thinking before it.
+    def _end_of_next_role(self, whole: Conversation, index: int) -> list[int]:
+        """Return the tokens up to one that ends an answer and begins the next message, as in GLM's templates."""
+        *messages, message = map(without_thinking, whole.messages[: index + 1])
+        role = "tool" if message.get("tool_calls") else "user"
+        following = [*whole.messages[index + 1 : index + 2], {"role": role, "content": PLACEHOLDER}][:1]
+        messages = [*messages, {**message, "content": PLACEHOLDER}]
+        try:
+            text, longer = (self._render(it, whole, opened=False) for it in (messages, [*messages, *following]))
+        except TemplateRefusal:
+            return []
+        ids = self._ids(longer[len(text) :], whole.place, add_special_tokens=False) if longer.startswith(text) else []
+        place = next((place for place, token in enumerate(ids) if token in self.ends), None)
+        blank = place is not None and not self.tokenizer.decode(ids[:place]).strip()
+        return ids[: place + 1] if place is not None and blank else []
 
-        None where the template shows it, as `after`, or where the generation prompt ends the thinking.
+    def _written(self, of: Conversation, index: int, text: str) -> str:
+        """Return what the target writes after a prompt.
+
+        Raises:
+            TemplateRefusal: where the rendered answer does not follow the prompt.
         """
-        content, thinking = message["content"], str(message.get("reasoning_content") or "").strip()
-        if not isinstance(content, str) or (thinking or content.strip()) in after or CLOSED.search(opened):
-            return None
-        placeholder = {**message, "content": PLACEHOLDER}
-        head, found, tail = self._render([*asked, placeholder], of, opened=False).partition(PLACEHOLDER)
-        tag = OPENED.search(opened)
-        if thinking:
-            if not found or not tag:
-                return None
-            return f"{thinking}\n{tag[1].replace('<', '</')}\n\n{content}{tail}"
-        shown = after.removeprefix(head).removesuffix(tail)
-        if not found or after != head + shown + tail or not content.rstrip().endswith(shown.strip()):
-            return None  # another change than a beginning that is left out
-        if tag and content.lstrip().startswith(tag[1]):
-            content = content.lstrip().removeprefix(tag[1]).removeprefix(tag[2])
-        return content + tail
+        asked, message = of.messages[:index], of.messages[index]
+        after = self._render([*asked, message], of, opened=False)
+        begun, content = OPENED.search(text), message["content"]
+        hidden = isinstance(content, str) and THOUGHT.match(content) and not occurs(content, after)
+        if hidden and not CLOSED.search(text):  # the target writes it all the same
+            return self._with_thinking(of, index, begun, after)
+        if after.startswith(text) and after != text:
+            return after[len(text) :]
+        if begun is not None and after.startswith(text.rstrip()):
+            return after[len(text.rstrip()) :].lstrip()
+        if begun is not None:
+            return self._with_thinking(of, index, begun, after)
+        return self._after_header(of, index, text, after)
 
-    def _until_eos(self, ids: list[int], start: int, end: int) -> Span:
-        """Return the span up to EOS: templates add a line break after a turn, which the target does not generate."""
-        eos, ends = self.tokenizer.eos_token_id, self.ends
-        places = [place for place in range(start, end) if ids[place] == eos or ids[place] in ends]
-        return [start, places[-1] + 1 if places else end]
+    def _after_header(self, of: Conversation, index: int, text: str, after: str) -> str:
+        """Return an answer whose rendering does not begin with the prompt, but has the header of answers."""
+        asked, place = of.messages[:index], f"{of.place}, message {index + 1}"
+        other = self._render([*asked, {"role": ASSISTANT, "content": PLACEHOLDER}], of, opened=False)
+        ends = (place for place, (one, two) in enumerate(zip(after, other, strict=False)) if one != two)
+        common = after[: next(ends, len(other))]
+        # The prompt may end with more than the header, such as thinking that is empty.
+        if text.startswith(common) and other.startswith(PLACEHOLDER, len(common)) and after != common:
+            return after[len(common) :]
+        # Or earlier messages are shown in another way once they are answered.
+        before = self._render(asked, of, opened=False)
+        header = text.removeprefix(before) if text.startswith(before) else ""
+        if header and header in common:
+            return after[common.rindex(header) + len(header) :]
+        if CLOSED.search(text) and (of.messages[index].get("reasoning_content") or THOUGHT.match(after[len(common) :])):
+            raise TemplateRefusal(
+                f"{place}: an answer with thinking, and the generation prompt ends thinking; expected answers without, "
+                "or template options with thinking (data.template_options)",
+                "have an answer with thinking, which the generation prompt ends",
+            )
+        raise _hidden(place, "the messages before it")
+
+    def _around(self, asked: list[Message], message: Message, of: Conversation) -> tuple[str | None, str]:
+        """Return what the template shows before and after the content of a message; None for none."""
+        shown = self._render([*asked, {**message, "content": PLACEHOLDER}], of, opened=False)
+        before, found, after = shown.partition(PLACEHOLDER)
+        return before if found else None, after
+
+    def _with_thinking(self, of: Conversation, index: int, begun: re.Match[str] | None, after: str) -> str:
+        """Return an answer with its thinking, where the template leaves it out of answers.
+
+        Args:
+            begun: the end of the prompt, if it begins the thinking.
+        """
+        asked, message, place = of.messages[:index], of.messages[index], f"{of.place}, message {index + 1}"
+        content, thinking = message["content"], str(message.get("reasoning_content") or "").strip()
+        header, tail = self._around(asked, message, of)
+        tag, space = ("", "") if begun is None else begun.groups()
+        close = tag.replace("<", "</")
+        if thinking and tag and header is not None and isinstance(content, str):
+            return f"{thinking}{space}{close}{space * 2}{content}{tail}"
+        if close not in str(content):
+            raise TemplateRefusal(
+                f"{place}: an answer without thinking, which the generation prompt begins with {tag}; expected "
+                "'reasoning_content', or template options without thinking (data.template_options)",
+                f"have an answer without the thinking that the generation prompt begins with {tag}",
+            )
+        shown = after.removeprefix(header or "").removesuffix(tail)
+        if header is None or after != header + shown + tail or not content.rstrip().endswith(shown.strip()):
+            raise _hidden(place, "the messages before it")  # another change than a beginning that is left out
+        if tag and content.lstrip().startswith(tag):
+            content = content.lstrip().removeprefix(tag).removeprefix(space)
+        return content + tail
 
     def _render(self, messages: list[Message], of: Conversation, *, opened: bool) -> str:
         if self.processor is not None:  # many of their templates read parts only
@@ -400,7 +504,8 @@ class Chat:
             try:
                 return render(messages, tools=of.tools, **how)
             except TypeError:  # DeepSeek's templates add the arguments of tool calls to a text
-                messages = [with_arguments(message, json.dumps) for message in messages]
+                as_text = partial(json.dumps, ensure_ascii=False)
+                messages = [with_arguments(message, as_text) for message in messages]
                 return render(messages, tools=of.tools, **how)
         except Exception as error:  # expressions of a template may raise anything
             why = reason_of(error)
@@ -430,7 +535,7 @@ class Chat:
 
     def _require_tokenisable(self, text: str, place: str) -> None:
         if len(text) > self.longest:
-            raise TooLongText(f"{place}: {len(text)} characters; expected at most {self.longest}")
+            raise TooLongText(place, len(text), self.longest)
         if not text.isascii():
             try:
                 text.encode()
@@ -445,41 +550,10 @@ def _require_text(messages: list[Message], of: Conversation) -> None:
 
 def _hidden(place: str, before: str) -> TemplateRefusal:
     return TemplateRefusal(
-        f"{place}: the chat template does not show the answer after {before}; expected a template with generation "
-        "blocks (data.chat_template)",
+        f"{place}: the chat template does not show the answer after {before}; expected another template "
+        "(data.chat_template)",
         f"have an answer that the chat template does not show after {before}",
     )
-
-
-def _unanswered(place: str) -> ConfigError:
-    return ConfigError(
-        f"{place}: no answer; data.response='text' expected a 'text', an assistant message, or 'response', "
-        "'completion', 'answer' or 'output'; with data.response='target' the target answers"
-    )
-
-
-def _checked(whole: Conversation, vocab_size: int, known: int) -> EncodedText:
-    """Return the tokens and spans of a file, the latter without ids from `known` on; ConfigError for invalid ones."""
-    ids, spans = whole.input_ids or [], whole.spans or []
-    good = _whole_numbers(ids) and isinstance(spans, list) and len(spans) > 0 and all(map(_whole_numbers, spans))
-    if not good or any(len(span) != 2 or not 0 < span[0] < span[1] <= len(ids) for span in spans):
-        raise ConfigError(f"{whole.place}: spans={spans}; expected [start, end] inside its 'input_ids'")
-    if not all(0 <= token < vocab_size for token in ids):
-        raise ConfigError(f"{whole.place}: input_ids={ids}; expected token ids below {vocab_size}")
-    trained = without_unknown(ids, spans, known)
-    return EncodedText(ids, trained, masked=sum(b - a for a, b in spans) - sum(b - a for a, b in trained))
-
-
-def without_unknown(ids: list[int], spans: list[Span], known: int) -> list[Span]:
-    """Return the spans without ids from `known` on."""
-    trained = [False] * len(ids)
-    for start, end in spans:
-        trained[start:end] = [token < known for token in ids[start:end]]
-    return mask_spans(trained)
-
-
-def _whole_numbers(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int for value in values)
 
 
 def template_text(name: str) -> str:

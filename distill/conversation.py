@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from draftsmith.distill.messages import (
     ASSISTANT,
@@ -15,21 +16,66 @@ from draftsmith.distill.messages import (
     is_messages,
     read_messages,
     read_tools,
+    text_of,
     unpacked,
 )
 from draftsmith.errors import ConfigError
 
 ANSWERS = ("response", "completion", "answer", "output", "chosen")
 CONVERSATIONS = ("messages", "conversations", "conversation", "prompt")
-TEXTS = ("prompt", "text", "question", "instruction")
+QUESTIONS = ("prompt", "question", "instruction", "input")
+TEXT = "text"
 SYSTEMS = ("system", "system_prompt")
-READ = {*ANSWERS, *CONVERSATIONS, *TEXTS, *SYSTEMS, "turns", "input", "tools", "input_ids", "loss_mask"}
-READ |= {"spans", "tokenizer", "server", "usage"}
-"""Keys of rows that are read, and those that `draftsmith data regenerate` adds."""
+KEYS = {*ANSWERS, *CONVERSATIONS, *QUESTIONS, *SYSTEMS, TEXT, "turns", "tools", "loss_mask"}
+"""Keys of rows that are read."""
+SAMPLED = {"input_ids", "spans", "tokenizer", "server", "usage"}
+"""Keys that `draftsmith data regenerate` adds."""
 
 
-class EmptyConversation(ConfigError):
+class LeftOut(ConfigError):
+    """A row that is left out and counted.
+
+    Args:
+        reason: the end of "rows that …".
+    """
+
+    faulty = False
+    """More than half of such rows end a run."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class EmptyConversation(LeftOut):
     """A row whose messages or text are empty."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "are empty")
+
+
+class Unanswered(LeftOut):
+    """A row without an answer, which is to be trained on."""
+
+    faulty = True
+
+    def __init__(self, place: str) -> None:
+        expected = "a 'text', an assistant message, or 'response', 'completion', 'answer' or 'output'"
+        message = f"{place}: no answer; data.response='text' expected {expected}; with data.response='target' the"
+        super().__init__(f"{message} target answers", "have no answer")
+
+
+def reason_left_out(place: str, error: ConfigError) -> str:
+    """Return the end of "rows that …" for a row at a place that cannot be used."""
+    if isinstance(error, LeftOut):
+        return error.reason
+    return f"cannot be read ({str(error).removeprefix(f'{place}: ').partition(';')[0]})"
+
+
+def require_most(rows: int, faulty: int, last: ConfigError | None) -> None:
+    """Raise ConfigError, with the last reason, where more than half of the rows are faulty."""
+    if last is not None and faulty > rows / 2:
+        raise ConfigError(f"{faulty:,} of {rows:,} rows cannot be used, such as {last}") from last
 
 
 @dataclass(frozen=True)
@@ -55,6 +101,8 @@ class Conversation:
     """Length of the list in `prompt`, which is the first question with all answers in it; 0 for other rows."""
     marked: frozenset[int] = frozenset()
     """Places of the messages that the data marks as not trained."""
+    unused: frozenset[str] = frozenset()
+    """Keys of the row that nothing was made of."""
 
     @property
     def answers(self) -> list[int]:
@@ -129,34 +177,53 @@ def conversation(place: str, row: dict[str, Any], images: Path | None = None) ->
     """
     kept = {key: row[key] for key in ("input_ids", "spans", "tokenizer") if row.get(key) is not None}
     tools = read_tools(place, row.get("tools"))
-    answer = _answer(place, row, images)
-    messages, prompt = _messages(place, row, answer, images)
+    asked = _asked(place, row, images)
+    messages, text = asked.messages, asked.text
+    answer, answered = _answer(place, row, images)
+    whole = asked.keys == {TEXT} and (answer is None or (isinstance(answer, str) and answer.strip() in text))
+    system = None if whole else _system(place, row)
+    if text and not whole and (system is not None or isinstance(answer, list)):  # what plain text cannot show
+        messages = [{"role": "user", "content": text}]
+    used = asked.keys | ({"tools"} if tools and (messages or isinstance(answer, list)) else set())
+    if not messages and not text and isinstance(answer, list):
+        messages, answer = answer, None
+        used |= answered
     if messages:
-        if isinstance(answer, list):
-            repeated = _repeated(messages, answer)  # `chosen` often repeats the question
-            ended = messages[-1]["role"] == ASSISTANT and not prompt
-            messages = messages if ended else [*messages, *answer[repeated:]]
-        elif answer is not None and (prompt or messages[-1]["role"] != ASSISTANT):
-            messages = [*messages, {"role": ASSISTANT, "content": answer}]
+        prompt = len(messages) if asked.keys == {"prompt"} and not text else 0
+        messages, more = _with_system(place, messages, system)
+        used |= set() if system is None else {*SYSTEMS}
+        prompt += more if prompt else 0
+        if answer is not None and (prompt or messages[-1]["role"] != ASSISTANT):
+            # `chosen` often repeats the question
+            said = [{"role": ASSISTANT, "content": answer}] if isinstance(answer, str) else answer
+            messages = [*messages, *said[_repeated(messages, said) :]]
+            used |= answered
         marked = frozenset(place for place, message in enumerate(messages) if message.get(CONTEXT))
         messages = [{key: value for key, value in message.items() if key != CONTEXT} for message in messages]
-        return Conversation(place, messages, tools=tools, prompt=prompt, marked=marked, **kept)
-    text = _asked_text(row)
+        how = {"prompt": prompt, "marked": marked, "unused": _unused(row, used)}
+        return Conversation(place, messages, tools=tools, **how, **kept)
     if not text and {"input_ids", "loss_mask"} <= row.keys():
         ids, mask = row["input_ids"], row["loss_mask"]
         if not isinstance(ids, list) or not isinstance(mask, list) or len(ids) != len(mask):
             raise ConfigError(f"{place}: expected 'input_ids' and 'loss_mask' to be lists of one length")
-        return Conversation(place, input_ids=ids, spans=mask_spans(mask))
+        unused = _unused(row, {"loss_mask"})
+        return Conversation(place, input_ids=ids, spans=mask_spans(mask), unused=unused)
     if not text:
-        known = row.keys() & {*CONVERSATIONS, *TEXTS, "turns"}
-        kind = EmptyConversation if known and all(_is_blank(row[key]) for key in known) else ConfigError
+        known = row.keys() & {*CONVERSATIONS, *QUESTIONS, TEXT, "turns"}
+        kind = EmptyConversation if known and all(is_blank(row[key]) for key in known) else ConfigError
         raise kind(
             f"{place}: keys {sorted(row)}; expected a non-empty 'messages', 'conversations', 'turns', 'prompt', "
             "'question', 'instruction' or 'text'"
         )
-    whole = isinstance(row.get("text"), str) and "prompt" not in row
     said = None if whole or not isinstance(answer, str) else answer
-    return Conversation(place, text=text, whole=whole, answer=said, **kept)
+    unused = _unused(row, used if whole else used | answered)
+    return Conversation(place, text=text, whole=whole, answer=said, unused=unused, **kept)
+
+
+def _unused(row: dict[str, Any], used: set[str]) -> frozenset[str]:
+    """Return the keys of a row that are not known, and those of which nothing was made, except for blank ones."""
+    others = (key for key in row.keys() & KEYS - used if not is_blank(row[key]))
+    return frozenset({*(row.keys() - KEYS - SAMPLED), *others})
 
 
 def _repeated(messages: list[Message], answer: list[Message]) -> int:
@@ -166,22 +233,23 @@ def _repeated(messages: list[Message], answer: list[Message]) -> int:
 
 
 def question(place: str, row: dict[str, Any], images: Path | None = None) -> Conversation:
-    """Return the conversation of a row; ConfigError for one that a target cannot be asked."""
+    """Return the conversation of a row; LeftOut for one that a target cannot be asked."""
     asked = conversation(place, row, images)
     if asked.problem is not None:
-        raise ConfigError(f"{place}: prompts that {asked.problem} cannot be decoded; expected a question in each turn")
+        why = f"{place}: prompts that {asked.problem} cannot be decoded; expected a question in each turn"
+        raise LeftOut(why, asked.problem)
     return asked
 
 
 def _asks_nothing(turn: list[Message]) -> bool:
     """Return whether all messages of a turn are blank, and none is the result of a tool, which may be."""
-    return all(_is_blank(message["content"]) and message["role"] != "tool" for message in turn)
+    return all(is_blank(message["content"]) and message["role"] != "tool" for message in turn)
 
 
-def _is_blank(value: Any) -> bool:
+def is_blank(value: Any) -> bool:
     """Return whether a column is null, a blank text, or a list or an object of nothing else."""
     return (
-        all(map(_is_blank, value.values() if isinstance(value, dict) else value))
+        all(map(is_blank, value.values() if isinstance(value, dict) else value))
         if isinstance(value, list | dict)
         else not (value.strip() if isinstance(value, str) else value)
     )
@@ -199,63 +267,65 @@ def mask_spans(mask: Iterable[int]) -> list[list[int]]:
     return spans
 
 
-def _asked_text(row: dict[str, Any]) -> str:
-    for key in TEXTS:
-        value = row.get(key)
-        if isinstance(value, str) and value.strip():
-            more = row.get("input") if key == "instruction" else None
-            return f"{value}\n\n{more}" if isinstance(more, str) and more.strip() else value
-    return ""
+class _Asked(NamedTuple):
+    """The messages or the text of a row, and the keys that hold them."""
+
+    messages: list[Message]
+    text: str
+    keys: set[str]
 
 
-def _answer(place: str, row: dict[str, Any], images: Path | None) -> str | list[Message] | None:
-    """Return the answer in a column of its own: a text, or messages of which the last is the answer."""
-    for key in ANSWERS:
-        value = unpacked(place, key, row.get(key))
-        if is_messages(value):
-            return read_messages(place, value, images)
-        if isinstance(value, str) and value:
-            return value
-    return None
-
-
-def _messages(
-    place: str, row: dict[str, Any], answer: str | list[Message] | None, images: Path | None
-) -> tuple[list[Message], int]:
-    """Return the messages of a row with the system's in a column of its own, and the length of a list in `prompt`.
-
-    No messages for plain text.
-    """
-    messages: list[Message] = []
-    listed = False
+def _asked(place: str, row: dict[str, Any], images: Path | None) -> _Asked:
+    """Return the first that a row has: `turns`, messages, a question, or a text that may contain the answer."""
     turns = unpacked(place, "turns", row.get("turns"))
     if isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns) and turns[0].strip():
-        messages = [{"role": "user", "content": turn} for turn in turns]
-    for key in () if messages else CONVERSATIONS:
+        return _Asked([{"role": "user", "content": turn} for turn in turns], "", {"turns"})
+    for key in CONVERSATIONS:
         entries = unpacked(place, key, row.get(key))
         if isinstance(entries, list) and entries:
-            messages, listed = read_messages(place, entries, images), key == "prompt"
-            break
-    system = _system(place, row)
-    text = "" if messages or (isinstance(row.get("text"), str) and "prompt" not in row) else _asked_text(row)
-    if text and (system is not None or isinstance(answer, list)):  # what plain text cannot show
-        messages = [{"role": "user", "content": text}]
-    if not messages and isinstance(answer, list):
-        return answer, 0
-    if messages and system:
-        if messages[0]["role"] != SYSTEM:
-            messages = [{"role": SYSTEM, "content": system}, *messages]
-        elif str(messages[0]["content"]).strip() not in ("", system.strip()):
-            raise ConfigError(f"{place}: a system message and another text in 'system'; expected one of them")
-        else:
-            messages = [{**messages[0], "content": system}, *messages[1:]]
-    return messages, len(messages) if listed else 0
+            return _Asked(read_messages(place, entries, images), "", {key})
+    texts = {key: row[key] for key in (*QUESTIONS, TEXT) if isinstance(row.get(key), str) and row[key].strip()}
+    for key, text in texts.items():
+        more = texts.get("input") if key == "instruction" else None
+        return _Asked([], text, {key}) if more is None else _Asked([], f"{text}\n\n{more}", {key, "input"})
+    return _Asked([], "", set())
+
+
+def _answer(place: str, row: dict[str, Any], images: Path | None) -> tuple[str | list[Message] | None, set[str]]:
+    """Return the answer in a column of its own, a text, or messages of which the last is the answer; and its key."""
+    given = {key: unpacked(place, key, row.get(key)) for key in ANSWERS}
+    for key, value in given.items():
+        if is_messages(value):
+            return read_messages(place, value, images), {key}
+        if isinstance(value, str) and value.strip():
+            return value, {key}
+    for key, value in given.items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return str(value), {key}
+        if isinstance(value, dict | list) and not is_blank(value):
+            parts = value if isinstance(value, list) else [value]
+            if len(parts) == 1 or all(isinstance(part, dict) for part in parts):  # several texts are several answers
+                with suppress(ConfigError):
+                    return text_of(place, key, value), {key}
+    return None, set()
 
 
 def _system(place: str, row: dict[str, Any]) -> str | None:
     """Return the system message in a column of its own; None without such a column."""
-    texts = {row[key].strip(): row[key] for key in reversed(SYSTEMS) if isinstance(row.get(key), str)}
-    given = [text for stripped, text in texts.items() if stripped]
-    if len(given) > 1:
+    given = {key: row[key] for key in reversed(SYSTEMS) if row.get(key) is not None}
+    texts = [value if isinstance(value, str) else text_of(place, key, value) for key, value in given.items()]
+    said = {text.strip(): text for text in texts if text.strip()}
+    if len(said) > 1:
         raise ConfigError(f"{place}: 'system' and 'system_prompt' differ; expected one of them")
-    return given[0] if given else "" if texts else None
+    return next(iter(said.values())) if said else "" if texts else None
+
+
+def _with_system(place: str, messages: list[Message], system: str | None) -> tuple[list[Message], int]:
+    """Return messages that begin with the system's in a column of its own, and how many more they are."""
+    if not system:
+        return messages, 0
+    if messages[0]["role"] != SYSTEM:
+        return [{"role": SYSTEM, "content": system}, *messages], 1
+    if str(messages[0]["content"]).strip() not in ("", system.strip()):
+        raise ConfigError(f"{place}: a system message and another text in 'system'; expected one of them")
+    return [{**messages[0], "content": system}, *messages[1:]], 0

@@ -15,18 +15,11 @@ from typing import Any, NamedTuple
 from datasets import Dataset, Features, List, Value, concatenate_datasets, disable_progress_bars
 from datasets.arrow_writer import ArrowWriter
 
-from draftsmith.distill.chat_template import (
-    EVERYTHING,
-    Chat,
-    EncodedText,
-    ImageAfterAnswer,
-    TemplateRefusal,
-    TooLongText,
-    characters,
-)
-from draftsmith.distill.conversation import READ, Conversation, EmptyConversation, conversation
+from draftsmith.distill.chat_template import Chat, characters
+from draftsmith.distill.conversation import Conversation, LeftOut, conversation, is_blank, reason_left_out, require_most
 from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.embedded import embedded_prompts
+from draftsmith.distill.encoded_text import EVERYTHING, EncodedText
 from draftsmith.distill.messages import FLAGS
 from draftsmith.distill.sources import read_source, source_stamp
 from draftsmith.errors import ConfigError, one_line
@@ -38,7 +31,7 @@ from draftsmith.terminal import clock
 
 VERSION = 6
 REFUSED_FIRST = 100
-"""Rows after which reading stops where the chat template has refused more than half of them."""
+"""Rows after which reading stops where more than half of them cannot be used."""
 MOST_REASONS = 10
 """Reasons that are printed, the most frequent ones; those of chat templates may differ from row to row."""
 SECONDS = 10
@@ -70,6 +63,8 @@ class RowCounts:
     """Number of answers that the data marks as not trained."""
     masked: int = 0
     """Number of their tokens that are not in the tokenizer."""
+    unended: int = 0
+    """Number of trained answers after which the chat template shows no token that ends the target's answers."""
     unread: list[str] = field(default_factory=list)
     """Keys of rows that are neither read nor carried over to answers."""
 
@@ -90,15 +85,14 @@ class RowCounts:
             lines.append(f"{source}: {self.context:,} answers are marked by {', '.join(FLAGS)}: not trained")
         if self.masked:
             lines.append(f"{source}: {self.masked:,} tokens of answers are not in the tokenizer: not trained")
+        if self.unended:
+            lines.append(
+                f"{source}: {self.unended:,} answers are shown without a token that ends them: not trained to end"
+            )
         if self.unread:
             names = [one_line(name, 40) for name in self.unread[:MOST_REASONS]]
             lines.append(f"{source}: keys of rows that are not used: {', '.join(names)}")
         return lines
-
-    def require_accepted(self, refused: int, last: TemplateRefusal | None) -> None:
-        """Raise ConfigError where the chat template refused more than half of the rows, with the last reason."""
-        if last is not None and refused > self.rows / 2:
-            raise ConfigError(f"the chat template cannot be used for {refused:,} of {self.rows:,} rows: {last}")
 
 
 def read_examples(
@@ -112,7 +106,7 @@ def read_examples(
         seed: of the choice among the embedded prompts.
 
     Raises:
-        ConfigError: for a source that cannot be read, a row without the needed keys, or if no example is left.
+        ConfigError: for a source that cannot be read, or if no example is left or most rows cannot be used.
     """
     disable_progress_bars()
     if data.prompts == EMBEDDED:
@@ -165,35 +159,22 @@ def _features(data: DataSection) -> Features:
 
 def _examples(chat: Chat, data: DataSection, context: int | None, counts: RowCounts) -> Iterator[dict[str, Any]]:
     seen: set[str] = set()
-    refused, last = 0, None
+    faulty, last = 0, None
     folder = None if data.images is None else Path(data.images).expanduser()
     for place, row in read_source(data.source, data.subset, data.split):
         counts.rows += 1
-        if len(counts.unread) < MOST_REASONS:
-            counts.unread += sorted(row.keys() - READ - {*counts.unread})
         try:
-            dialogue = conversation(place, row, folder)
-        except EmptyConversation:
-            counts.leave_out("are empty")
-            continue
-        problem = dialogue.problem or (_unanswered(dialogue) if data.answered else None)
-        if problem is not None:
-            counts.leave_out(problem)
-            continue
-        try:
+            dialogue = _usable(place, row, folder, data)
             samples, images = _samples(chat, dialogue, data)
-        except ImageAfterAnswer:
-            counts.leave_out("have an image after an answer")
-            continue
-        except TooLongText:
-            counts.leave_out(f"have more than {chat.longest:,} characters")
-            continue
-        except TemplateRefusal as error:
-            counts.leave_out(error.reason)
-            refused, last = refused + 1, error
+        except ConfigError as error:
+            counts.leave_out(reason_left_out(place, error))
+            if not isinstance(error, LeftOut) or error.faulty:
+                faulty, last = faulty + 1, error
             if counts.rows >= REFUSED_FIRST:
-                counts.require_accepted(refused, last)
+                require_most(counts.rows, faulty, last)
             continue
+        if len(counts.unread) < MOST_REASONS:
+            counts.unread += sorted(dialogue.unused - {*counts.unread})
         counts.context += len(dialogue.answers) - len(dialogue.trained) if data.answered else 0
         if not samples:
             counts.leave_out("have no trained token")
@@ -211,6 +192,7 @@ def _examples(chat: Chat, data: DataSection, context: int | None, counts: RowCou
                 counts.leave_out(reason)
                 continue
             counts.masked += sample.masked
+            counts.unended += sample.unended
             yield {
                 "input_ids": sample.input_ids,
                 "spans": sample.spans,
@@ -219,14 +201,23 @@ def _examples(chat: Chat, data: DataSection, context: int | None, counts: RowCou
                 "images": images,
                 **({"marked": _marked(chat, dialogue, sample, data)} if data.prompts_trained else {}),
             }
-    counts.require_accepted(refused, last)
+    require_most(counts.rows, faulty, last)
 
 
-def _unanswered(dialogue: Conversation) -> str | None:
-    """Return why a conversation is not trained on: an answer has no text, thinking or tool call."""
-    answers = [dialogue.messages[place] for place in dialogue.trained]
+def _usable(place: str, row: dict[str, Any], folder: Path | None, data: DataSection) -> Conversation:
+    """Return the conversation of a row; LeftOut for one without a question, or with an empty answer."""
+    dialogue = conversation(place, row, folder)
+    problem = dialogue.problem or ("have an empty answer" if data.answered and _says_nothing(dialogue) else None)
+    if problem is not None:
+        raise LeftOut(f"{place}: {problem}", problem)
+    return dialogue
+
+
+def _says_nothing(dialogue: Conversation) -> bool:
+    """Return whether some answer that is trained has no text, thinking or tool call."""
     said = ("content", "reasoning_content", "tool_calls")
-    return None if all(any(answer.get(key) for key in said) for answer in answers) else "have an empty answer"
+    answers = [dialogue.messages[place] for place in dialogue.trained]
+    return any(all(is_blank(answer.get(key)) for key in said) for answer in answers)
 
 
 def _samples(chat: Chat, dialogue: Conversation, data: DataSection) -> tuple[list[EncodedText], str]:
@@ -234,6 +225,8 @@ def _samples(chat: Chat, dialogue: Conversation, data: DataSection) -> tuple[lis
     if not dialogue.images or data.images is None:  # without the folder, images are refused
         if data.answered:
             return chat.encode(dialogue, data.prompt_tokens), ""
+        if data.every_turn and dialogue.messages:
+            chat.require_turns(dialogue)
         return [EncodedText(chat.prompt(dialogue), [])], ""
     ids, inputs = chat.prompt_inputs(dialogue.asked, dialogue)
     row = {"place": dialogue.place, "messages": dialogue.asked, "tools": dialogue.tools}
@@ -269,16 +262,13 @@ def is_beyond(ids: list[int], chat: Chat) -> bool:
     return chat.vocab_size is not None and max(ids, default=0) >= chat.vocab_size
 
 
-class BeyondEmbeddings(ConfigError):
-    """Raised for a text with a token that the target has no embedding for."""
-
-
 def require_embeddings(ids: list[int], chat: Chat, place: str) -> None:
-    """Raise `BeyondEmbeddings` with the text's place for the largest token that the target has no embedding for."""
+    """Raise LeftOut with the text's place for the largest token that the target has no embedding for."""
     if is_beyond(ids, chat):
         token = chat.tokenizer.convert_ids_to_tokens(max(ids))
         expected = f"expected text without it, whose ids are below the target's {chat.vocab_size} embeddings"
-        raise BeyondEmbeddings(f"{place}: token {max(ids)} ({token!r}); {expected}")
+        reason = f"have a token beyond the target's {chat.vocab_size} embeddings"
+        raise LeftOut(f"{place}: token {max(ids)} ({token!r}); {expected}", reason)
 
 
 def _turns(dialogue: Conversation, every_turn: bool) -> str:

@@ -3,7 +3,6 @@
 import base64
 import binascii
 import io
-import json
 import re
 import warnings
 from collections.abc import Callable
@@ -127,7 +126,8 @@ def _message(place: str, number: int, entry: Any, images: Path | None) -> Messag
     content, thinking = _content(here, place, given.get("value", given.get("content", "")), images)
     message = {key: value for key, value in given.items() if key not in ("from", "value", *FLAGS, *CONTENTS)}
     message |= {"role": role, "content": content}
-    thinking = given.get("reasoning_content") or thinking or given.get("reasoning")  # vLLM's name
+    # the names of most templates, of vLLM and of gpt-oss
+    thinking = given.get("reasoning_content") or thinking or given.get("reasoning") or given.get(THINKING)
     if isinstance(thinking, str) and thinking:
         message["reasoning_content"] = thinking
     calls = _calls(here, given)
@@ -195,6 +195,22 @@ def _content(here: str, place: str, content: Any, images: Path | None) -> tuple[
     return "".join(part["text"] for part in parts), "".join(thinking)  # templates of text models read no parts
 
 
+def text_of(place: str, key: str, value: Any) -> str:
+    """Return the text of a column that holds it as a message, a part of one, or a list of parts.
+
+    Raises:
+        ConfigError: naming the column, for anything else.
+    """
+    here = f"{place}: {key!r}"
+    value = value[0] if is_messages(value) and len(value) == 1 else value
+    if isinstance(value, dict) and "type" not in value:
+        value = value.get("content", value.get("value", value))
+    text, _ = _content(here, place, value, None)
+    if not isinstance(text, str):
+        raise ConfigError(f"{here} has an image; expected text")
+    return text
+
+
 def read_tools(place: str, tools: Any) -> list[Any] | None:
     """Return the tools of a conversation, which may be JSON text, or each of them; None where there are none."""
     if isinstance(tools, str) and tools.strip():
@@ -213,7 +229,7 @@ def with_arguments(message: Message, convert: Callable[[Any], Any]) -> Message:
     """Return a message with the arguments of its tool calls in another form, JSON text or objects.
 
     Args:
-        convert: json.dumps or parse_json. What it refuses stays as it is.
+        convert: to text, such as json.dumps, or parse_json. What it refuses stays as it is.
     """
     calls = message.get("tool_calls")
     return {**message, "tool_calls": [_call(call, convert) for call in calls]} if isinstance(calls, list) else message
@@ -221,7 +237,7 @@ def with_arguments(message: Message, convert: Callable[[Any], Any]) -> Message:
 
 def _call(call: Any, convert: Callable[[Any], Any]) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or isinstance(function.get("arguments"), str) == (convert is json.dumps):
+    if not isinstance(function, dict) or isinstance(function.get("arguments"), str) != (convert is parse_json):
         return call
     try:
         return {**call, "function": {**function, "arguments": convert(function.get("arguments"))}}

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from datasets import Dataset, IterableDataset, disable_progress_bars, load_dataset, load_from_disk, logging
 
-from draftsmith.distill.conversation import EmptyConversation, conversation
+from draftsmith.distill.conversation import conversation
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.names import KNOWN, TABLES, prompts_look_local, require_cached_prompts
 from draftsmith.reading import parse_json
@@ -24,6 +24,8 @@ from draftsmith.reading import parse_json
 Row = tuple[str, dict[str, Any]]
 """File and line of a row, for errors, and its fields."""
 
+FIRST_ROWS = 20
+"""Rows that say whether a source has answers."""
 LONGEST_ROW = 2**28
 """Characters of a line; a small compressed file may expand to any size."""
 ENCODING = "utf-8-sig"
@@ -258,8 +260,11 @@ def _object(place: str, line: str) -> dict[str, Any]:
 
 
 def has_answers(source: str, subset: str | None = None, split: str = "train") -> bool:
-    """Return whether the first row of a source that is not empty has a response."""
+    """Return whether most of the first rows of a source that can be read have a response."""
+    answered: list[bool] = []
     for place, row in read_source(source, subset, split):
-        with suppress(EmptyConversation):
-            return conversation(place, row).answered
-    return False
+        with suppress(ConfigError):
+            answered.append(conversation(place, row).answered)
+        if len(answered) == FIRST_ROWS:
+            break
+    return 2 * sum(answered) > len(answered)

@@ -66,7 +66,8 @@ class EvaluationRun:
         if self.tokenizer is None and any(prompt.turns > 1 for prompt in self.prompts):
             raise ConfigError("tokenizer=None; expected the target's, for prompts of several turns")
         template = (self.settings.chat_template, self.settings.template_options)
-        self.chat = None if self.tokenizer is None else Chat(self.tokenizer, *template, processor=self.processor)
+        how = {"processor": self.processor, "encodes": self.target.config.is_encoder_decoder}
+        self.chat = None if self.tokenizer is None else Chat(self.tokenizer, *template, **how)
         limits = [decoding_limit(self.target.config), *(drafter.context_limit for drafter in self.drafters.values())]
         self.context = min((limit for limit in limits if limit is not None), default=None)
         self.batches = {size: batches(self.prompts, size) for size in self.settings.batch_sizes}

@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.distill.chat_template import LONGEST_TEXT, Chat, TemplateRefusal, TooLongText, characters
-from draftsmith.distill.conversation import Conversation, question
-from draftsmith.distill.dataset import BeyondEmbeddings, require_embeddings
+from draftsmith.distill.chat_template import LONGEST_TEXT, Chat, characters
+from draftsmith.distill.conversation import Conversation, LeftOut, question
+from draftsmith.distill.dataset import require_embeddings
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.messages import ASSISTANT
 from draftsmith.distill.sources import read_source
@@ -78,6 +78,8 @@ class PromptRows:
     """The checked rows of a prompt set before tokenization; None for the embedded text."""
 
     rows: list[_Row] | None
+    unasked: tuple[LeftOut, ...] = ()
+    """Errors of the rows without a question."""
 
     @property
     def images(self) -> bool:
@@ -96,11 +98,11 @@ class PromptRows:
         messages name; default: the folder of the file.
 
         Raises:
-            ConfigError: naming the line of a malformed row or of a repeated id.
+            ConfigError: naming the line of a malformed row or of a repeated id, or if no row has a question.
         """
-        return cls(
-            None if source == EMBEDDED else _read(source, subset, split, None if images is None else Path(images))
-        )
+        if source == EMBEDDED:
+            return cls(None)
+        return cls(*_read(source, subset, split, None if images is None else Path(images)))
 
     def encode(
         self,
@@ -113,6 +115,7 @@ class PromptRows:
         template_options: dict[str, Any] | None = None,
         processor: Any = None,
         now: datetime | None = None,
+        encodes: bool = False,
     ) -> tuple[list[Prompt], list[str]]:
         """Return at most `count` prompts as token ids (default: all of a file, 12 of the embedded text), and notes.
 
@@ -120,7 +123,7 @@ class PromptRows:
         question fills a context of `context` tokens, those with a token that is no id below `vocab_size`, the number of
         the target's embeddings, and those that the chat template refuses, are left out, which a note says.
         `processor`: the target's, for prompts with images. `now`: the time for chat templates that show it; default:
-        the current one.
+        the current one. `encodes`: see `Chat`.
 
         Raises:
             ConfigError: naming the line of a prompt that cannot be encoded, or of the first one where all are left out
@@ -130,18 +133,19 @@ class PromptRows:
             rows = embedded_prompts(tokenizer, "heldout", count or 12, EMBEDDED_PROMPT_TOKENS, seed=1)
             return [Prompt(row.id, row.category, row.input_ids) for row in rows], []
         longest = LONGEST_TEXT if context is None else characters(context)
-        how: dict[str, Any] = {"longest": longest, "processor": processor, "vocab_size": vocab_size}
-        chat = Chat(tokenizer, chat_template, template_options or {}, **how, now=now or datetime.now())
-        rows, prompts, unasked = _spread(self.rows, count), list[Prompt](), list[ConfigError]()
+        how: dict[str, Any] = {"processor": processor, "encodes": encodes, "vocab_size": vocab_size}
+        chat = Chat(tokenizer, chat_template, template_options or {}, longest, **how, now=now or datetime.now())
+        rows, prompts, unasked = _spread(self.rows, count), list[Prompt](), [*self.unasked]
         for row in rows:
             try:
                 prompts.append(_tokens(row, chat, context))
-            except (TooLongText, BeyondEmbeddings, TemplateRefusal) as error:
+            except LeftOut as error:
                 unasked.append(error)
-        refused = [error for error in unasked if isinstance(error, TemplateRefusal)]
-        if unasked and (not prompts or len(refused) > len(rows) / 2):
-            raise refused[0] if len(refused) > len(rows) / 2 else unasked[0]
-        return prompts, [left_out(len(unasked), len(rows), str(unasked[0]))] if unasked else []
+        of = len(rows) + len(self.unasked)
+        faulty = [error for error in unasked if error.faulty]
+        if unasked and (not prompts or len(faulty) > of / 2):
+            raise faulty[0] if len(faulty) > of / 2 else unasked[0]
+        return prompts, [left_out(len(unasked), of, str(unasked[0]))] if unasked else []
 
 
 def load_prompts(
@@ -168,17 +172,23 @@ def _name(row: dict[str, Any], number: int) -> str:
     return str(next((row[key] for key in ("question_id", "task_id", "id") if row.get(key) is not None), f"#{number}"))
 
 
-def _read(source: str, subset: str | None, split: str, images: Path | None) -> list[_Row]:
-    rows, places = [], {}
+def _read(source: str, subset: str | None, split: str, images: Path | None) -> tuple[list[_Row], tuple[LeftOut, ...]]:
+    rows, unasked, places = list[_Row](), list[LeftOut](), {}
     for number, (place, row) in enumerate(read_source(source, subset, split), 1):
-        asked = question(place, row, images)
+        try:
+            asked = question(place, row, images)
+        except LeftOut as error:
+            unasked.append(error)
+            continue
         name = _name(row, number)
         if name in places:
             raise ConfigError(f"{place}: id={name!r} is also the id of {places[name]}; expected each only once")
         places[name] = place
         category = str(row.get("category") or UNCATEGORISED)
         rows.append(_Row(name, UNCATEGORISED if category == OVERALL else category, asked))
-    return _as_spec_bench(rows)
+    if unasked and not rows:
+        raise unasked[0]
+    return _as_spec_bench(rows), tuple(unasked)
 
 
 def _as_spec_bench(rows: list[_Row]) -> list[_Row]:
@@ -213,7 +223,8 @@ def _tokens(row: _Row, chat: Chat, context: int | None) -> Prompt:
     if chat.shows_time:
         prompt = replace(prompt, now=chat.now, timeless=ids_with(replace(chat, now=ANY_TIME))[0])
     if context is not None and len(ids) >= context:
-        raise TooLongText(f"{asked.place}: prompt={len(ids)} tokens; expected fewer than the context of {context}")
+        long = f"{asked.place}: prompt={len(ids)} tokens; expected fewer than the context of {context}"
+        raise LeftOut(long, "do not fit the context")
     if not ids:
         raise ConfigError(f"{asked.place}: prompt=0 tokens; expected at least 1")
     later = prompt.after([[]] * (turns - 1), chat)  # raises here for later turns that the template refuses

@@ -73,6 +73,7 @@ def load_session(
             template_options=options,
             processor=processor,
             now=now,
+            encodes=config.is_encoder_decoder,
         )
 
     now = now or datetime.now()  # prompts may be encoded twice

@@ -21,11 +21,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 KEY = "sk-" + "SecretOfTheTests" * 2
 TEMPLATE = (
-    "{% if tools %}T{{ tools | length }}{% endif %}{% for m in messages %}"
+    "{% if tools %}T{{ tools | map(attribute='function.name') | join }}{% endif %}{% for m in messages %}"
     "{% if m.role == 'assistant' %}A{{ m.reasoning_content or '' }}"
     "{% if m.reasoning_content %}Z{% endif %}{{ m.content }}{{ eos_token }}"
     "{% elif m.role == 'system' %}S{{ m.content }}{% else %}U{{ m.content }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}A{% endif %}"
+    "{% if add_generation_prompt %}A{{ '' if enable_thinking }}{% endif %}"
 )
 SLOW = 3.0
 """Seconds that a slow answer takes; tests of it use a shorter limit."""

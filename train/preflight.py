@@ -1,11 +1,10 @@
 """Checks of this machine before any work: the files, packages and tools that a recipe names."""
 
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
 from draftsmith.distill.chat_template import template_text
-from draftsmith.distill.conversation import EmptyConversation, conversation
+from draftsmith.distill.conversation import EmptyConversation, conversation, require_most
 from draftsmith.distill.data_section import SELF, require_client, sources_of
 from draftsmith.distill.sources import read_source
 from draftsmith.errors import ConfigError
@@ -56,6 +55,13 @@ def _require_compiler(recipe: Recipe) -> None:
 def _require_readable(source: str, subset: str | None, split: str) -> None:
     """Read every row of a local file of prompts; data sets on the Hub are checked when they are downloaded."""
     if Path(source).expanduser().exists() or prompts_look_local(source):
+        rows, faulty, last = 0, 0, None
         for place, row in read_source(source, subset, split):
-            with suppress(EmptyConversation):  # left out, and counted, when the data are read
+            rows += 1
+            try:
                 conversation(place, row)
+            except EmptyConversation:  # left out, and counted, when the data are read
+                pass
+            except ConfigError as error:
+                faulty, last = faulty + 1, error
+        require_most(rows, faulty, last)

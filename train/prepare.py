@@ -54,7 +54,8 @@ def preview(settings: Preview) -> None:
     trusted = target.trust_remote_code
     tokenizer, config = load_tokenizer(target.model, trust_remote_code=trusted)
     ends = load_ends(target.model, trust_remote_code=trusted)
-    chat = Chat(tokenizer, data.chat_template, data.template_options, ends=ends, vocab_size=vocabulary_of(config))
+    how = {"vocab_size": vocabulary_of(config), "encodes": config.is_encoder_decoder}
+    chat = Chat(tokenizer, data.chat_template, data.template_options, ends=ends, **how)
     console = Terminal()
     notes: list[str] = []
     # Without answers, the recipe decides how long responses will be.
@@ -148,7 +149,7 @@ def _regenerate(settings: Regeneration) -> None:
     sampler = Sampler(loaded, chat, data, settings.seed, drafter)
     folder = out.with_name(f".{out.name}.{samples_key(sampler, questions)}")
     rows = target_samples(sampler, questions, folder=folder, say=console.say)
-    separate = loaded.model.config.is_encoder_decoder
+    separate = config.is_encoder_decoder
     made_with = tokenizer_fingerprint(chat.tokenizer)
     _write_lines(out, (_line(rows[index], questions, chat, made_with, separate) for index in range(len(rows))))
     sampled = sampling_counts(folder, data.responses)
@@ -167,7 +168,8 @@ def _questions(chat: Chat, sources: list[DataSection], context: int | None, cons
 def _chat(
     data: DataSection, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, ends: frozenset[int]
 ) -> Chat:
-    chat = Chat(tokenizer, data.chat_template, data.template_options, ends=ends, vocab_size=vocabulary_of(config))
+    how = {"vocab_size": vocabulary_of(config), "encodes": config.is_encoder_decoder}
+    chat = Chat(tokenizer, data.chat_template, data.template_options, ends=ends, **how)
     if data.every_turn and not tokenizer.chat_template:
         raise ConfigError("--turns all with a tokenizer without a chat template; expected first, or --chat-template")
     return chat

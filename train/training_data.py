@@ -12,8 +12,8 @@ from datasets import Dataset, Features, concatenate_datasets
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.distill.chat_template import EVERYTHING, Chat, without_unknown
-from draftsmith.distill.conversation import mask_spans, question
+from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.conversation import LeftOut, mask_spans, question
 from draftsmith.distill.data_section import (
     SELF,
     DataSection,
@@ -32,6 +32,7 @@ from draftsmith.distill.dataset import (
     require_embeddings,
 )
 from draftsmith.distill.embedded import embedded_prompts
+from draftsmith.distill.encoded_text import EVERYTHING, without_unknown
 from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.distill.mixture import describe, merged, of_source, read_sources
 from draftsmith.distill.sources import read_source
@@ -91,6 +92,7 @@ def chat_of(data: DataSection, target: LoadedTarget) -> Chat:
     """
     ends = eos_tokens(target.model.config, target.model.generation_config)
     how = {"processor": target.processor, "ends": ends, "vocab_size": text_config(target.model).vocab_size}
+    how["encodes"] = target.model.config.is_encoder_decoder
     chat = Chat(target.tokenizer, data.chat_template, data.template_options, **how)
     if data.every_turn and not target.tokenizer.chat_template:
         raise ConfigError("data.turns='all' with a tokenizer without a chat template; expected 'first', or a template")
@@ -381,24 +383,36 @@ def heldout_prompts(
         write: returns a file of prompts that the target writes, for 'self'.
     """
     settings, sources = recipe.evaluation, sources_of(prompts)
-    found: list[HeldOut] = []
+    found, left_out = list[HeldOut](), list[LeftOut]()
     for number, (source, count) in enumerate(zip(sources, counts_of(sources, settings.count), strict=True)):
         label = source.label
         if source.prompts == SELF and count and write is not None:
             asked = {"prompts": SELF, "kind": source.kind, "count": count}
             source = SourceSection(prompts=str(write(recipe.data.model_copy(update=asked))))
-        rows = islice(_heldout(source, chat, target, settings, count), count)
+        rows = islice(_heldout(source, chat, target, settings, count, left_out), count)
         found += [HeldOut(ids, source=number) for ids in rows]
         if len(sources) > 1:
             have = sum(prompt.source == number for prompt in found)
             say(f"evaluation: {label}: {have:,} prompts; its share asks for {count:,}")
+    if left_out:
+        if not found:
+            raise left_out[0]
+        say(f"evaluation: {len(left_out):,} rows of evaluation.prompts are left out; the first: {left_out[0]}")
     return found
 
 
 def _heldout(
-    source: SourceSection, chat: Chat, target: LoadedTarget, settings: EvaluationSection, count: int
+    source: SourceSection,
+    chat: Chat,
+    target: LoadedTarget,
+    settings: EvaluationSection,
+    count: int,
+    left_out: list[LeftOut],
 ) -> Iterator[list[int]]:
-    """Yield the tokens of prompts; ConfigError for one that does not fit the target's context."""
+    """Yield the tokens of prompts; ConfigError for one that does not fit the target's context.
+
+    Errors of rows that cannot be asked are appended to `left_out`.
+    """
     if source.prompts == EMBEDDED:
         if count:
             rows = embedded_prompts(target.tokenizer, "heldout", count, settings.prompt_tokens)
@@ -406,8 +420,12 @@ def _heldout(
         return
     limit = decoding_limit(target.model.config)
     for place, row in read_source(source.prompts, source.subset, source.split):
-        ids = chat.prompt(question(place, row))
-        require_embeddings(ids, chat, place)
+        try:
+            ids = chat.prompt(question(place, row))
+            require_embeddings(ids, chat, place)
+        except LeftOut as error:
+            left_out.append(error)
+            continue
         if limit is not None and len(ids) + settings.max_new_tokens > limit:
             raise ConfigError(
                 f"{place}: {len(ids)} tokens; expected at most {limit - settings.max_new_tokens}, so that "

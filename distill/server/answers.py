@@ -16,6 +16,7 @@ from typing import Any, Self
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from draftsmith.distill.chat_template import Chat
+from draftsmith.distill.conversation import LeftOut
 from draftsmith.distill.detokenize import REPLACED, text_after
 from draftsmith.distill.messages import ASSISTANT, Message, with_arguments
 from draftsmith.distill.server.client import BadAnswer
@@ -223,15 +224,10 @@ class AnswerReader:
             raise NoTokens("have thinking, are cut, and come without their tokens")
         whole = asked.as_conversation()
         try:
-            *_, last = self.chat.encode(replace(whole, messages=[*asked.messages, message]), len(asked.prompt))
-        except ConfigError as error:
-            raise NoTokens("have thinking, and a chat template that does not show where answers are") from error
-        start, end = last.spans[-1]
-        shown = text_after(self.chat.tokenizer, last.input_ids[:start], last.input_ids[start:end])
-        wanted = [answer.text, *([answer.reasoning] if self.thinking else [])]
-        if any(bare(part) not in shown for part in wanted):
-            raise NoTokens("have thinking that the chat template does not show (thinking='drop' leaves it out)")
-        return last.input_ids[:end], start
+            sample = self.chat.sample(replace(whole, messages=[*asked.messages, message]), len(asked.messages))
+        except LeftOut as error:
+            raise NoTokens(f"{error.reason} (thinking='drop' leaves it out)") from error
+        return sample.input_ids, sample.spans[0][0]
 
 
 def _whole_characters(answer: Answer) -> Answer:

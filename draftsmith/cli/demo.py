@@ -140,7 +140,8 @@ class Demo:
         self.cpu_threads = fastest_threads(self.target, self.tokenizer(EXAMPLES[0])["input_ids"])
         with threads(self.cpu_threads):
             fastest_decoder(self.target, self.drafter)  # measures the costs of this pair once
-        self._chat = Chat(self.tokenizer, settings.chat_template, settings.template_options)
+        encodes = self.target.config.is_encoder_decoder
+        self._chat = Chat(self.tokenizer, settings.chat_template, settings.template_options, encodes=encodes)
 
     def prompt(self, text: str, as_chat: bool) -> list[int]:
         """Return the tokens of a text, or of a user's message and the start of an answer."""

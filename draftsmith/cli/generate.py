@@ -56,7 +56,7 @@ def stream(settings: PromptSettings) -> None:
     (temperature,) = settings.temperatures
     console, log = Terminal(soft_wrap=True), Terminal(stderr=True)
     encoder_decoder = session.target.config.is_encoder_decoder
-    chat = Chat(tokenizer, processor=session.processor)
+    chat = Chat(tokenizer, processor=session.processor, encodes=encoder_decoder)
     ids, inputs = (chat.plain(prompt), None) if asked is None else chat.prompt_inputs(asked.messages, asked)
     text = IncrementalText(tokenizer, () if encoder_decoder else ids)
     if drafter is not None and console.is_terminal:

@@ -139,13 +139,14 @@ def test_what_the_chat_template_refuses_is_left_out_and_counted(loaded: LoadedTa
             f"{settings.prompts}: 1 of 7 have an answer that the chat template does not show after the messages before "
             "it: left out",
             f"{settings.prompts}: 4 answers are marked by weight, train, loss, masked: not trained",
+            f"{settings.prompts}: 4 answers are shown without a token that ends them: not trained to end",
         ]
     asked = settings.model_copy(update={"response": "target"})
     assert len(read_examples(Chat(loaded.tokenizer), asked, 128, lambda _: None)) == 5
     more = [{"messages": row} for row in [*rows, rows[1], rows[1]]]
     for stopped, of, count in ((more, "5 of 9", 10), (more + more[1:2] * 200, "96 of 100", 300)):
         settings = source_of(write(tmp_path / "p.jsonl", stopped), count, 9, 9, response="text")
-        match = rf"cannot be used for {of} rows: .*p\.jsonl:{9 if count == 10 else 100}: .* \(no system, please\)"
+        match = rf"{of} rows cannot be used, such as .*p\.jsonl:{9 if count == 10 else 100}: .* \(no system, please\)"
         with pytest.raises(ConfigError, match=match):
             read_examples(Chat(loaded.tokenizer), settings, 128, lambda _: None)
 

@@ -14,8 +14,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.distill.chat_template import Chat, EncodedText, template_text
+from draftsmith.distill.chat_template import Chat, TemplateRefusal, template_text
 from draftsmith.distill.conversation import conversation
+from draftsmith.distill.encoded_text import EncodedText
 from draftsmith.distill.sources import has_answers, read_source, source_stamp
 from draftsmith.errors import ConfigError
 
@@ -27,8 +28,6 @@ MARKED = (
     "{% for m in messages %}{{ m.role[0]|upper }}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}E"
     "{% endgeneration %}{% else %}{{ m.content }}E{% endif %}{% endfor %}{% if add_generation_prompt %}A{% endif %}"
 )
-IN_PARTS = MARKED.replace("{{ m.content }}E{% end", "{{ m.content[0] }}{% endgeneration %}-{% generation %}E{% end")
-"""Two blocks in an answer."""
 
 
 def parts(*texts: str) -> list[dict[str, Any]]:
@@ -357,6 +356,58 @@ def test_layouts_of_text() -> None:
 
 
 @pytest.mark.parametrize(
+    ("row", "text", "answer", "unused"),
+    [
+        ({"instruction": "ab", "input": "", "output": "cd", "text": "Q: ab A: cd"}, "ab", "cd", {"text"}),  # Alpaca
+        ({"question": "ab", "answer": "cd", "text": "a passage"}, "ab", "cd", {"text"}),
+        ({"instruction": "", "input": "ab", "output": "cd"}, "ab", "cd", set()),
+        ({"input": "ab", "output": "cd"}, "ab", "cd", set()),
+        ({"prompt": "ab", "input": "x", "completion": "cd"}, "ab", "cd", {"input"}),
+        ({"text": "ab", "output": "cd"}, "ab", "cd", set()),
+        ({"text": "ab cd", "output": "cd"}, "ab cd", None, {"output"}),
+        ({"prompt": "ab", "answer": 4}, "ab", "4", set()),
+        ({"prompt": "ab", "answer": 4, "output": "cd"}, "ab", "cd", {"answer"}),
+        ({"prompt": "ab", "answer": ["cd"]}, "ab", "cd", set()),
+        ({"prompt": "ab", "response": [{"type": "text", "text": "cd"}]}, "ab", "cd", set()),
+        ({"prompt": "ab", "response": {"text": "cd"}}, "ab", "cd", set()),
+        ({"prompt": "ab", "answer": ["cd", "ef"]}, "ab", None, {"answer"}),
+        ({"prompt": "ab", "answer": {"value": "cd", "aliases": []}}, "ab", "cd", set()),  # TriviaQA
+        ({"prompt": "ab", "answer": {"start": [1], "texts": ["cd"]}}, "ab", None, {"answer"}),
+        ({"prompt": "ab", "answer": True}, "ab", None, {"answer"}),
+        ({"prompt": "ab", "completion": " "}, "ab", None, set()),
+        ({"prompt": "ab", "tools": [{"name": "f"}], "completion": "cd", "id": 3}, "ab", "cd", {"tools", "id"}),
+        ({"text": "ab", "system": "s"}, "ab", None, {"system"}),
+    ],
+)
+def test_every_column_is_read_or_named(row: dict[str, Any], text: str, answer: str | None, unused: set[str]) -> None:
+    if "system" in row:  # a text that contains its answer has no place for it
+        row = {**row, "output": "b"}
+        unused = {*unused, "output"}
+    found = conversation("f:1", row)
+    assert (found.text, found.answer, found.unused) == (text, answer, unused)
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        [{"type": "text", "text": "s"}],
+        ["s"],
+        {"role": "system", "content": "s"},
+        {"content": [{"type": "text", "text": "s"}]},
+        {"type": "text", "text": "s"},
+        [{"role": "system", "content": "s"}],
+    ],
+)
+def test_a_system_column_of_other_forms_is_read(system: Any) -> None:
+    found = conversation("f:1", {"system": system, "messages": [USER, ANSWER], "answer": "x"})
+    assert found.messages == [{"role": "system", "content": "s"}, USER, ANSWER]
+    assert found.unused == {"answer"}, "the messages end with an answer"
+    assert conversation("f:1", {"system": system, "chosen": [USER, ANSWER]}).messages == found.messages
+    with pytest.raises(ConfigError, match=r"f:1: 'system': content of int; expected text or parts with a type"):
+        conversation("f:1", {"system": 3, "messages": [USER, ANSWER]})
+
+
+@pytest.mark.parametrize(
     ("row", "said"),
     [
         ({"answer": "x"}, r"f:4: keys \['answer'\]; expected a non-empty 'messages'"),
@@ -511,8 +562,10 @@ def test_a_span_ends_with_a_token_that_the_target_ends_with(
     tiny_tokenizer.chat_template = template.replace("}}E{%", "}}Ex{%")
     ends = frozenset(tiny_tokenizer("E")["input_ids"])
     turns = {"messages": [USER, ANSWER, USER, {**ANSWER, "content": "eEf"}]}
-    assert encoded(tiny_tokenizer, turns, ends=ends) == [("UabExAcdExUabExAeEfEx", ["cdE", "eEfE"])]
+    assert encoded(tiny_tokenizer, turns, ends=ends) == [("UabExAcdExUabExAeE", ["cdE", "eE"])], "it writes no more"
     assert encoded(tiny_tokenizer, turns) == [("UabExAcdExUabExAeEfEx", ["cdEx", "eEfEx"])]
+    samples = Chat(tiny_tokenizer).encode(conversation("f:1", turns), 9)
+    assert [sample.unended for sample in samples] == [2]
     assert Chat(tiny_tokenizer, ends=ends).key() != Chat(tiny_tokenizer).key(), "examples are cached by it"
 
 
@@ -530,11 +583,15 @@ HIDDEN = (
         ("<think>\n", "<think>\nhm\n</think>\n\nA cat.", "<think>\n", "hm\n</think>\n\nA cat.</s>"),  # QwQ
         ("<think>\n", "<think>hm</think>A cat.", "<think>\n", "hm</think>A cat.</s>"),
         ("<think>\n", "hm\n</think>\n\nA cat.", "<think>\n", "hm\n</think>\n\nA cat.</s>"),  # as it was generated
-        ("<think>\n", "A cat.", "", "A cat.</s>"),  # the header is not trained
         ("", "<think>\nhm\n</think>\n\nA cat.", "", "<think>\nhm\n</think>\n\nA cat.</s>"),  # R1 in its first version
-        ("<think>\n\n</think>\n\n", "<think>\nhm\n</think>\n\nA cat.", "", "A cat.</s>"),  # thinking is off
+        ("<think>\n\n</think>\n\n", "A cat.", "<think>\n\n</think>\n\n", "A cat.</s>"),  # thinking is off
         ("<think>\n", {"content": "A cat.", "reasoning_content": "hm"}, "<think>\n", "hm\n</think>\n\nA cat.</s>"),
-        ("", {"content": "A cat.", "reasoning_content": "hm"}, "", "A cat.</s>"),  # the template knows none
+        (
+            "<think>",
+            {"content": "A cat.", "reasoning_content": "hm"},
+            "<think>",
+            "hm</think>A cat.</s>",
+        ),  # DeepSeek V3.1
     ],
 )
 def test_what_the_generation_prompt_gives_is_not_trained(begin: str, answer: Any, prompt: str, trained: str) -> None:
@@ -548,13 +605,36 @@ def test_what_the_generation_prompt_gives_is_not_trained(begin: str, answer: Any
     texts = [tokenizer.decode(sample.input_ids) for sample in samples]
     spans = [tokenizer.decode(sample.input_ids[slice(*sample.spans[-1])]) for sample in samples]
     if len(samples) == 2:
-        assert texts == [first + trained + "\n", later + trained + "\n"]
+        assert texts == [first + trained, later + trained]
         assert spans == [trained, trained]
     else:  # nothing is left out later
-        assert texts == [later + trained + "\n"]
+        assert texts == [later + trained]
         assert [tokenizer.decode(samples[0].input_ids[slice(*span)]) for span in samples[0].spans] == [trained] * 2
     if prompt:
+        assert len(samples) == 2, "the first prompt is not in the second"
         assert samples[0].input_ids[: samples[0].spans[0][0]] == chat.prompt(conversation("f:1", {"messages": [USER]}))
+
+
+@pytest.mark.parametrize(
+    ("begin", "more", "why"),
+    [
+        ("<think>\n", {}, "have an answer without the thinking that the generation prompt begins with <think>"),
+        ("<think>\n\n</think>\n\n", {"reasoning_content": "hm"}, "have thinking that the chat template does not show"),
+        ("", {"reasoning_content": "hm"}, "have thinking that the chat template does not show"),
+        (
+            "<think>\n\n</think>\n\n",
+            {"content": "<think>\nhm</think>A cat."},
+            "have an answer that the chat template does",
+        ),
+    ],
+)
+def test_answers_that_the_target_never_writes_after_its_prompt(begin: str, more: dict[str, str], why: str) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = HIDDEN
+    row = {"messages": [USER, {"role": "assistant", "content": "A cat.", **more}]}
+    with pytest.raises(TemplateRefusal) as refused:
+        Chat(tokenizer, options={"begin": begin}).encode(conversation("f:1", row), 9)
+    assert refused.value.reason.startswith(why)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -566,22 +646,31 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def test_tools_and_template_options_reach_the_template(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
-    tiny_tokenizer.chat_template = "{{ tools[0].function.name if tools }}{{ mode }}" + PLAIN
+    with pytest.raises(
+        ConfigError, match=r'option mode="m": the chat template does not read it; expected one of: none'
+    ):
+        encoded(tiny_tokenizer, {"messages": [USER]}, options={"mode": "m"})
+    calls = "{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}"
+    tiny_tokenizer.chat_template = "{{ tools[0].function.name if tools }}{{ mode }}" + PLAIN.replace(
+        "{{ m.content }}", calls
+    )
     tool = {"type": "function", "function": {"name": "xyz", "parameters": {"type": "object", "properties": {}}}}
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "xyz", "arguments": {}}}]}
     row = {"messages": [USER, call, {"role": "tool", "content": "q"}, ANSWER], "tools": json.dumps([tool])}
-    assert encoded(tiny_tokenizer, row, options={"mode": "m"}) == [("xyzmUabEAETqEAcdE", ["E", "cdE"])]
+    assert encoded(tiny_tokenizer, row, options={"mode": "m"}) == [("xyzmUabEAxyzETqEAcdE", ["xyzE", "cdE"])]
+    with pytest.raises(ConfigError, match='option mods="m": the chat template does not read it; expected one of: mode'):
+        encoded(tiny_tokenizer, row, options={"mods": "m"})
 
 
 @pytest.mark.parametrize("shown", ["call.function.arguments | tojson", "'' + call.function.arguments"])
 def test_templates_read_arguments_as_objects_or_as_text(shown: str, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     tiny_tokenizer.chat_template = PLAIN.replace(
-        "{{ m.content }}", "{{ m.content }}{% for call in m.tool_calls or [] %}{{ " + shown + " }}{% endfor %}"
+        "{{ m.content }}", "{{ m.content }}{% for call in m.tool_calls or [] %}f{{ " + shown + " }}{% endfor %}"
     )
     for arguments in ({"x": 1}, '{"x": 1}'):
         call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
         (found,) = Chat(tiny_tokenizer).encode(conversation("f:1", {"messages": [USER, call]}), 9)
-        assert found.input_ids == tiny_tokenizer('UabEA{"x": 1}E')["input_ids"]
+        assert found.input_ids == tiny_tokenizer('UabEAf{"x": 1}E')["input_ids"]
 
 
 def test_templates_from_which_answers_cannot_be_told_are_refused(
@@ -591,8 +680,7 @@ def test_templates_from_which_answers_cannot_be_told_are_refused(
     with pytest.raises(ConfigError, match=r"f:1, message 2: the chat template does not show the answer after the mess"):
         encoded(tiny_tokenizer, {"messages": [USER, ANSWER]})
     tiny_tokenizer.chat_template = MARKED.replace("'assistant'", "'nobody'")
-    with pytest.raises(ConfigError, match="f:1: the chat template's generation blocks mark no token"):
-        encoded(tiny_tokenizer, {"messages": [USER, ANSWER]})
+    assert encoded(tiny_tokenizer, {"messages": [USER, ANSWER]}) == [("UabEAcdE", ["cdE"])], "no block is needed"
     tiny_tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ConfigError, match=r"f:1: the chat template refuses it \(roles must alternate\)"):
         encoded(tiny_tokenizer, {"messages": [USER, ANSWER]})

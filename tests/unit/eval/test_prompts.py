@@ -122,13 +122,14 @@ def test_prompts_that_the_chat_template_refuses_are_left_out(
 ) -> None:
     """In the first turn or a later one; a template that refuses most of them ends the evaluation."""
     tiny_tokenizer.chat_template = (
-        "{% if messages[-1].content == 'x' %}{{ raise_exception('no x') }}{% endif %}{{ messages[-1].content }}"
+        "{% if messages[-1].content == 'x' %}{{ raise_exception('no x') }}{% endif %}"
+        "{% for m in messages if m.content | length > 1 %}{{ m.content }}{% endfor %}"
     )
-    rows = [{"turns": turns} for turns in (["ab"], ["ab", "x"], ["x"], ["ab", "c"])]
+    rows = [{"turns": turns} for turns in (["ab"], ["ab", "x"], ["ab", "c"], ["ab", "de"], ["ab", " "])]
     prompts, notes = PromptRows.read(_write(tmp_path / "p.jsonl", rows)).encode(tiny_tokenizer)
-    assert [prompt.id for prompt in prompts] == ["#1", "#4"]
-    why = "p.jsonl:2: the chat template refuses it (no x); expected messages that it accepts"
-    assert notes == [f"2 of 4 prompts were left out; the first: {tmp_path}/{why}."]
+    assert [prompt.id for prompt in prompts] == ["#1", "#4"], "'c' of the third is not shown"
+    why = "p.jsonl:5: prompts that have an empty question cannot be decoded; expected a question in each turn"
+    assert notes == [f"3 of 5 prompts were left out; the first: {tmp_path}/{why}."]
     with pytest.raises(ConfigError, match=r"p\.jsonl:2: the chat template refuses it \(no x\)"):
         PromptRows.read(_write(tmp_path / "p.jsonl", rows[:3])).encode(tiny_tokenizer)
 
