@@ -103,7 +103,7 @@ class Chat:
 
     def _require_read(self) -> None:
         """Raise ConfigError for an option that the chat template does not read."""
-        read = template_variables(self.tokenizer.chat_template)
+        read = template_variables(self.tokenizer.chat_template) if self.options else None
         for name in [] if read is None else sorted(self.options.keys() - read):
             known = ", ".join(sorted(read or ())) or "none: it has no variables"
             raise ConfigError(
@@ -156,10 +156,8 @@ class Chat:
     @cached_property
     def _appends_eos(self) -> bool:
         """Whether the tokenizer appends EOS to every text."""
-        eos, (ids, bare) = (
-            self.tokenizer.eos_token_id,
-            (self._ids("a", "", add_special_tokens=it) for it in (True, False)),
-        )
+        ids, bare = (self._ids("a", "", add_special_tokens=added) for added in (True, False))
+        eos = self.tokenizer.eos_token_id
         return eos is not None and ids[-1:] == [eos] != bare[-1:]
 
     def generation_prompt(self, messages: list[Message], of: Conversation) -> list[int]:
@@ -362,9 +360,9 @@ class Chat:
         Raises:
             LeftOut: for an answer of nothing else.
         """
-        ends = self.ends | {self.tokenizer.eos_token_id}
-        length = next((count for count, token in enumerate(ids) if token in ends), len(ids))
-        if not self.tokenizer.decode(ids[:length], skip_special_tokens=True).strip():
+        eos = self.tokenizer.eos_token_id
+        length = next((count for count, token in enumerate(ids) if token in self.ends or token == eos), len(ids))
+        if not str(self.tokenizer.decode(ids[:length], skip_special_tokens=True)).strip():
             raise LeftOut(f"{place}: an empty answer; expected a text", "have an empty answer")
         return ids[: length + 1], length < len(ids)
 
@@ -415,7 +413,7 @@ class Chat:
             return []
         ids = self._ids(longer[len(text) :], whole.place, add_special_tokens=False) if longer.startswith(text) else []
         place = next((place for place, token in enumerate(ids) if token in self.ends), None)
-        blank = place is not None and not self.tokenizer.decode(ids[:place]).strip()
+        blank = place is not None and not str(self.tokenizer.decode(ids[:place])).strip()
         return ids[: place + 1] if place is not None and blank else []
 
     def _written(self, of: Conversation, index: int, text: str) -> str:

@@ -164,8 +164,8 @@ def test_a_target_too_short_for_a_kind_is_refused(target: LoadedTarget, monkeypa
 def test_a_template_of_the_tokenizer_alone_is_used_with_its_options(
     target: LoadedTarget, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:
+    target.tokenizer.chat_template = "{{ word }}{% for m in messages %}u{{ m.content }}{% endfor %}"
     chat = Chat(target.tokenizer, options={"word": "Z"})
-    chat.tokenizer.chat_template = "{{ word }}{% for m in messages %}u{{ m.content }}{% endfor %}"
     assert target.tokenizer.decode(turn_header(chat)) == "Zu"
 
 
