@@ -9,8 +9,7 @@ from typing import Any
 
 import yaml
 
-from draftsmith.errors import ConfigError
-from draftsmith.removed import REMOVED, removed
+from draftsmith.errors import REMOVED, ConfigError, removed
 
 LARGEST_JSON = 2**30
 """Bytes of a file that is read as a whole."""

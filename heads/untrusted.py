@@ -27,10 +27,9 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTr
 from transformers.utils import logging
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from draftsmith.errors import ConfigError, reason_of
+from draftsmith.errors import REMOVED, ConfigError, reason_of, removed
 from draftsmith.provenance import tokenizer_fingerprint
 from draftsmith.reading import read_json
-from draftsmith.removed import REMOVED, removed
 
 Shapes = dict[str, tuple[int, ...]]
 ALWAYS = 2**24

@@ -235,8 +235,8 @@ class _Alphas:
         if signals.features_BTF is not None:
             by_layer = dict(zip(self._layers, signals.features_BTF.chunk(len(self._layers), -1), strict=True))
             signals = replace(signals, features_BTF=torch.cat([by_layer[layer] for layer in change.layers], -1))
-        body = self._drafter.body if change.first is not None and isinstance(self._drafter, DFlash) else None
-        before = None if body is None else body.first
+        body = self._drafter.body if isinstance(self._drafter, DFlash) else None
+        before = 0 if body is None else body.first
         if body is not None and change.first is not None:
             body.first = change.first
         try:

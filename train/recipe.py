@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from draftsmith.config import Location, Section, expected
 from draftsmith.distill.data_section import SELF, DataSection, ServerSection, SourceSection, for_each_source
-from draftsmith.errors import ConfigError, reason_of
+from draftsmith.errors import REMOVED, ConfigError, reason_of, removed
 from draftsmith.heads.configs import DRAFTERS, AnyDrafterSection, StoredSection, is_named
 from draftsmith.names import (
     check_attention,
@@ -23,7 +23,6 @@ from draftsmith.names import (
     check_template_name,
 )
 from draftsmith.reading import parse_assignment, parse_yaml, read_text
-from draftsmith.removed import REMOVED, removed
 from draftsmith.train.recipe_sections import (
     CotrainSection,
     EvaluationSection,

@@ -24,11 +24,10 @@ from draftsmith.cli.examples import add_examples
 from draftsmith.cli.options import Json, checked_recipe, flag, print_json, suggest, with_settings
 from draftsmith.cli.publish import export, import_, push
 from draftsmith.config import Count, Section
-from draftsmith.errors import ConfigError, DraftsmithError, one_line, reason_of
+from draftsmith.errors import REMOVED, ConfigError, DraftsmithError, one_line, reason_of, removed
 from draftsmith.eval.settings import DemoSettings, PromptSettings
 from draftsmith.names import require_free_port
 from draftsmith.option_fields import Option
-from draftsmith.removed import REMOVED, removed
 from draftsmith.storage import require_folder
 from draftsmith.terminal import printable, quiet_imports
 from draftsmith.train.machines import machine_named, room_on

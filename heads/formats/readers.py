@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from draftsmith.errors import removed
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.formats import blocks, eagle, heads, speculators
 from draftsmith.heads.formats.published import LARGE, Published, Recorded, read_tensors, unknown_keys
 from draftsmith.heads.model_config import text_config
-from draftsmith.removed import removed
 
 Reader = Callable[[Published], TrainableDrafter]
 

@@ -18,18 +18,7 @@ import draftsmith
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("heads", "decode", "distill", "eval", "hub", "train")
-GROUND = {
-    "config",
-    "errors",
-    "metrics",
-    "names",
-    "option_fields",
-    "provenance",
-    "reading",
-    "removed",
-    "storage",
-    "terminal",
-}
+GROUND = {"config", "errors", "metrics", "names", "option_fields", "provenance", "reading", "storage", "terminal"}
 MAY_IMPORT = {
     "heads": set(),
     "decode": {"heads"},

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 
 from draftsmith import ConfigError, load_drafter
 from draftsmith.cli import main
+from draftsmith.errors import REMOVED
 from draftsmith.heads.checkpoint import describe_target, save_drafter, unattached_drafter
 from draftsmith.heads.medusa import Medusa
-from draftsmith.removed import REMOVED
 from draftsmith.train.recipe import load_recipe
 
 

@@ -178,10 +178,11 @@ def test_a_folder_of_another_run_is_refused(tmp_path: Path) -> None:
     stored.write_text(stored.read_text().replace("  response: target\n", ""))
     check_output(recipe)  # a key that an older version did not know has its default
     text = stored.read_text()
-    for section, key in (("objective", "dpace: null"), ("data", "speculate: true"), ("drafter", "gone: []")):
+    placed = ("target", "tensor_parallel: 8")
+    for section, key in (("objective", "dpace: null"), ("data", "speculate: true"), ("drafter", "gone: []"), placed):
         text = text.replace(f"{section}:\n", f"{section}:\n  {key}\n")
     stored.write_text(text)
-    check_output(recipe)  # keys that were removed since, and were off
+    check_output(recipe)  # keys that were removed since, and were off or changed no number
     stored.write_text(text.replace("dpace: null", "dpace: 0.5"))
     with pytest.raises(ConfigError, match=r"recipe that this version knows \(unknown key objective\.dpace=0\.5; exp"):
         check_output(recipe)
