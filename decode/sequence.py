@@ -126,7 +126,7 @@ def stop_string_criteria(
         raise ConfigError.of("stop_strings", strings, expected) from error
 
 
-@dataclass
+@dataclass(eq=False)
 class DecodeSequence:
     """One text during decoding. Implements `SequenceState` of heads/base.py for drafters."""
 

@@ -26,7 +26,7 @@ class Normalizers(NamedTuple):
     """The most likely token."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TeacherOutput:
     """The target at N positions."""
 
@@ -42,7 +42,7 @@ class TeacherOutput:
         return TeacherOutput(self.hidden_NH[place], self.labels_N[place], stored)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Position:
     """The unmasked tokens of one draft position, in the order of the target's positions."""
 
@@ -208,7 +208,7 @@ class TargetChunk:
         return Compared(argmax_n, p_log_nD, p, q_nD, known, self._temperature, self._vocabulary_D)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Compared:
     """Target and drafter at N positions."""
 

@@ -107,7 +107,7 @@ def summed_loss(parts: Iterable[Part], states: Sequence[Tensor], parameters: Seq
     return _SummedLoss.apply(parts, len(states), *states, *dict.fromkeys(trained))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AgreementSums:
     """Sums over this process's unmasked tokens; `loss` carries the gradient."""
 
@@ -307,7 +307,7 @@ def _chunks(aligned: Aligned, size: int) -> list[tuple[TeacherOutput, list[_Toke
     return chunks
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Sums:
     """Sums over the tokens by draft position, see `AgreementSums`."""
 

@@ -40,7 +40,7 @@ class TargetHead(Protocol):
     def __call__(self, states_NH: Tensor, /) -> Tensor: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """Padded texts. `mask_BT` marks positions whose next token is trained."""
 

@@ -140,7 +140,7 @@ def as_series(
     }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Resamples:
     """S resamples: indices of units [S, U] and, for each of them, of repeats [S, U, R]."""
 

@@ -22,7 +22,7 @@ class Measured(NamedTuple):
         return f"{self.value:.2f} [{self.interval[0]:.2f}, {self.interval[1]:.2f}]"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LearningCurve:
     """Tokens and rounds of the same held-out prompts at several steps of a run, [E, P]; at least two prompts."""
 

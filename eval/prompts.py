@@ -30,7 +30,7 @@ SPEC_BENCH = frozenset(("translation", "summarization", "qa", "math_reasoning", 
 """Spec-Bench's other five categories (Xia et al. 2024, arXiv:2401.07851)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prompt:
     """A prompt as token ids, its category, and its later turns."""
 

@@ -47,7 +47,7 @@ from draftsmith.heads.unrolled_attention import UnrolledAttention
 # V vocabulary, D draft vocabulary.
 
 
-@dataclass
+@dataclass(eq=False)
 class NetworkOutput:
     """Output of a network in decoding."""
 

@@ -34,7 +34,7 @@ class SequenceState(Protocol):
     """All committed tokens, including the prompt. The target has not read the last one yet."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Level:
     """The next draft tokens of all texts: n nodes of one depth for each.
 
@@ -170,7 +170,7 @@ class Needs:
     transformers' `hidden_states[k]` (before the last norm, also for the last layer), `FINAL` the final hidden state."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TeacherSignals:
     """One batch of text with the target's outputs."""
 
@@ -196,7 +196,7 @@ class TeacherSignals:
     """The positions at which this process computes states, where processes share each text; None: all."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DraftStates:
     """Teacher-forced states of a drafter for one draft position; logits are computed from them in chunks.
 

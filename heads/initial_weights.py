@@ -164,7 +164,7 @@ def best_state(head: Callable[[Tensor], Tensor], frequencies_V: Tensor, hidden_s
     return state_H.detach()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class InputSizes:
     """The sizes of a linear layer's inputs."""
 

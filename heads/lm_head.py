@@ -34,7 +34,7 @@ def weight_of(module: nn.Module | None) -> Tensor:
 # Shapes: n positions, T probed positions, H hidden size, V vocabulary.
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LogitsMap:
     """The operations of a model before and after its lm_head."""
 

@@ -48,7 +48,7 @@ class Progress:
         return Last(self.alpha, self.quality_kl)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TrainState:
     """The trained weights and the optimizers' state as whole tensors, so that a run can resume under another engine."""
 

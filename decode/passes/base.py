@@ -31,7 +31,7 @@ saved states on more often."""
 # token, V vocabulary.
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """The form of a runner's passes, and what is kept of them."""
 
@@ -55,7 +55,7 @@ class Plan:
     """Every pass after the prompt has one shape, so that logits do not depend on the place of a token in its pass."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Reading:
     """The tokens of one pass, with padding on the right."""
 

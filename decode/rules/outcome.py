@@ -45,7 +45,7 @@ class VerifyResult:
         return VerifyResult(self.path[:count], NOT_DRAWN, self.overlap[:count])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Decided:
     """The outcome of a rule on the device: accepted paths and the tokens after them."""
 

@@ -126,7 +126,7 @@ class NotPredicted(DraftsmithError):
     """Raised for policies without an exact forecast from a text; the message gives the reason."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ExpectedRounds:
     """Expected rounds of one text."""
 
@@ -140,7 +140,7 @@ class ExpectedRounds:
     """Expected rounds that test each draft position, and that accept it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RetrievalStats:
     """The tokens that a drafter would copy after each anchor of a text."""
 

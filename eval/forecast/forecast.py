@@ -184,7 +184,7 @@ def _at(
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Predicted:
     """The expected rounds of one drafter on all texts."""
 

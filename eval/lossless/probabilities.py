@@ -122,7 +122,7 @@ class SampledTarget:
         return u_N.view(texts_BT.shape), none_N.view(texts_BT.shape)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Partition:
     """A partition of all strings of `DEPTH` tokens: likely prefixes are cells, unlikely ones are pooled."""
 

@@ -159,7 +159,7 @@ def _independent(name: str, pairs_n2: Tensor, level: float, tolerance: float) ->
     return summed_test(name, *terms, len(pairs_n2), level, shift)
 
 
-@dataclass
+@dataclass(eq=False)
 class Texts:
     """Numbers of the texts of one rule: u of every token in order of falling p, and counts."""
 
@@ -278,7 +278,7 @@ def _open_end(target: SampledTarget, prompts: list[Prompt]) -> Prompt:
     return ends[max(range(len(ends)), key=entropies.__getitem__)]
 
 
-@dataclass
+@dataclass(eq=False)
 class Watch:
     """Wraps a rule and records u of every token that it emits, by q/p, under the p that it received.
 

@@ -84,7 +84,7 @@ def unknown_keys(config: Mapping[str, Any], read: Collection[str] = ()) -> tuple
     return (*names[:MOST_NAMED], *rest)
 
 
-@dataclass
+@dataclass(eq=False)
 class Published:
     """A folder with a recognised layout, and the target that the drafter must fit, with its text config."""
 
