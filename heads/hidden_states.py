@@ -123,10 +123,11 @@ def texts_apart(
 
 def _forget_lengths(model: PreTrainedModel) -> None:
     """Let dynamic frequencies be those of the next pass alone: transformers keeps those of the longest one so far."""
-    for module in model.modules() if is_dynamic(model.config) else ():
-        if hasattr(module, "max_seq_len_cached") and hasattr(module, "original_inv_freq"):
-            module.max_seq_len_cached = module.original_max_seq_len
-            module.inv_freq = module.original_inv_freq.to(module.inv_freq.device)
+    rotary: Any
+    for rotary in model.modules() if is_dynamic(model.config) else ():
+        if hasattr(rotary, "max_seq_len_cached") and hasattr(rotary, "original_inv_freq"):
+            rotary.max_seq_len_cached = rotary.original_max_seq_len
+            rotary.inv_freq = rotary.original_inv_freq.to(rotary.inv_freq.device)
 
 
 def final_states(
