@@ -21,6 +21,7 @@ from draftsmith.eval.report import check_report_folder, interval, summary_table,
 from draftsmith.eval.results import (
     EVALUATION,
     ContextBin,
+    DivergenceKind,
     DivergencePlace,
     Evaluation,
     Guard,
@@ -181,7 +182,7 @@ def _explained(
     """Return the place with its kind: whether rounding explains that a greedy text differs there from the target's."""
     (prompt,) = (asked for asked in run.asked(cell.key[1]) if asked.id == text.prompt)
     found = divergences(run.target, prompt, text.tokens, own)
-    kind = next(divergence.kind for divergence in found if divergence.position == place["position"])
+    kind: DivergenceKind = next(divergence.kind for divergence in found if divergence.position == place["position"])
     return {"prompt": text.prompt, "position": place["position"], "kind": kind}
 
 

@@ -98,7 +98,7 @@ def fixed_tensors(drafter: nn.Module) -> dict[str, str]:
 
 def _hash_of(tensor: Tensor) -> str:
     values = tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return hashlib.sha256(values).hexdigest()[:16]
+    return hashlib.sha256(values.tobytes()).hexdigest()[:16]
 
 
 def check_shapes(state: TrainState, shapes: Mapping[str, Sequence[int]]) -> None:
