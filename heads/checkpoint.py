@@ -260,9 +260,15 @@ def _read(
         _require_vocabulary(drafter.draft_vocabulary, stored, folder)
     except ConfigError:
         raise
-    except UNREADABLE as error:
+    except (SafetensorError, OSError) as error:
         raise ConfigError(
             f"drafter={folder} cannot be read ({reason_of(error, whole=True)}); expected whole safetensors weights"
+        ) from error
+    except UNREADABLE as error:
+        why = f"no key {error}" if isinstance(error, KeyError) else reason_of(error, whole=True)
+        raise ConfigError(
+            f"drafter={folder} cannot be read (config.json or its weights: {why}); expected a config.json with every "
+            "key of its drafter, numbers without quotes, and weights of these sizes"
         ) from error
     return drafter
 

@@ -462,7 +462,7 @@ def test_metrics_that_stop_being_readable_are_no_zeros(
     """The route is gone after the warm-up, and in a continued run; neither reading becomes a batch without drafts."""
     drafting = Drafting("vllm")
     with drafting.engine.running() as engine:
-        drafting.engine.route_status = lambda path: 404 if path == "/metrics" and drafting.answers > 30 else 200
+        drafting.engine.route_status = lambda path: 404 if path == "/metrics" and drafting.answers > 42 else 200
         assert served(folder, prompts, engine, tmp_path / "out", "--temperature", 0) == 2
         assert "/metrics were not read each time (status 404)" in " ".join(capsys.readouterr().err.split())
         assert served(folder, prompts, engine, tmp_path / "out", "--temperature", 0) == 2

@@ -1,5 +1,6 @@
 """Drafters are refused where they do not fit; draft models are plain checkpoints of transformers."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -97,3 +98,22 @@ def test_target_layers_are_copied(tiny_target: LlamaForCausalLM) -> None:
     assert spread(3, 12) == [0, 6, 11]
     with pytest.raises(ConfigError, match=r"drafter\.num_hidden_layers=3; expected 1 to the target's 2"):
         DraftModel.from_target(tiny_target, num_hidden_layers=3)
+
+
+def test_a_config_that_cannot_be_used_is_not_called_damaged_weights(tmp_path: Path) -> None:
+    """A number in quotes, and a key of the drafter that is missing."""
+    target = make_llama()
+    target.save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "rope_parameters": None, "rope_theta": "10000"}))
+    medusa = Medusa.from_target(target)
+    described = describe_target(target, None, "tiny")
+    save_drafter(medusa, tmp_path / "medusa", target=described, recipe=None, draft_length=2)
+    file = tmp_path / "medusa" / "config.json"
+    stored = json.loads(file.read_text())
+    del stored["draftsmith"]["drafter"]["num_layers"], stored["draftsmith"]["drafter"]["hidden_size"]
+    file.write_text(json.dumps(stored))
+    for name in ("model", "medusa"):
+        with pytest.raises(ConfigError, match=r"config\.json") as said:
+            load_drafter(tmp_path / name, target)
+        assert "whole safetensors" not in str(said.value)
