@@ -185,6 +185,23 @@ def test_a_row_of_two_sources_is_trained_once_and_never_held_out_and_trained(
         run_of(recipe_file, tmp_path / "again", f"data.prompts={json.dumps(sources)}", *overrides[1:])
 
 
+def test_rows_of_equal_tokens_with_other_answers_are_no_twins(
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, length in (("a", 3), ("b", 4)):
+        texts = [letter * 3 + "same" for letter in "abcdefgh"]
+        rows = [{"prompt": text[:length], "response": text[length:]} for text in texts]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = [{"prompts": str(tmp_path / f"{name}.jsonl")} for name in "ab"]
+    overrides = [f"data.prompts={json.dumps(sources)}", "data.response=text", "data.count=16", "evaluation.count=2"]
+    run = run_of(recipe_file, tmp_path / "run", *overrides)
+    assert "another source" not in capsys.readouterr().err
+    by_text: dict[tuple[int, ...], set[int]] = {}
+    for row in run.data.rows:
+        by_text.setdefault(tuple(row["input_ids"]), set()).add(row["spans"][0][0])
+    assert any(len(starts) == 2 for starts in by_text.values()), "one text with two answers"
+
+
 @pytest.mark.parametrize("other", mostly_slow(["talk", "embedded"], "talk"))
 def test_the_target_may_be_a_source_and_the_evaluation_has_its_own(
     other: str, recipe_file: Path, tmp_path: Path, files: dict[str, Path], capsys: pytest.CaptureFixture[str]

@@ -94,6 +94,27 @@ def test_candidates_of_a_draft_vocabulary_are_known_by_their_tokens() -> None:
         assert not torch.isclose(found[0][k][:, :TOP], log_probs_nKk[:, k]).any()
 
 
+def test_after_a_token_that_is_no_candidate_a_lattice_has_the_scores_of_the_logits() -> None:
+    """Such tokens are drawn where q is that of the logits outside the candidates; the first position has one row."""
+    torch.manual_seed(0)
+    sizes = {"candidate_topk": TOP, "hidden_size": 8, "num_heads": 2, "factor_dim": 4}
+    lattice = LatticeReranker(H, 4, 1e-6, **sizes).double()
+    states_nKH, last_nH, table_VH = (torch.randn(*shape, H).double() for shape in ((N, 3), (N,), (V,)))
+    log_probs_nKk, rows_nKk = torch.randn(N, 3, V).double().log_softmax(-1).topk(TOP)
+    block = Block(
+        states_nKH, lambda: last_nH, lambda k: (log_probs_nKk, rows_nKk), lambda rows: rows, table_VH.__getitem__
+    )
+    others_nK = torch.tensor(
+        [[next(v for v in range(V) if v not in row) for row in text] for text in rows_nKk.tolist()]
+    )
+    carried = lattice.begin(block)
+    for k in range(3):
+        of_k_nX, carried = lattice.read(carried, others_nK[:, k - 1], states_nKH[:, k])
+        assert torch.equal(of_k_nX[:, TOP:].long(), rows_nKk[:, k])
+        if k > 0:
+            torch.testing.assert_close(of_k_nX[:, :TOP], log_probs_nKk[:, k])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

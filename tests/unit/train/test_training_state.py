@@ -87,6 +87,18 @@ def test_a_flipped_bit_in_any_file_falls_back_to_the_checkpoint_before(file: str
     assert _load(tmp_path)[0] == 4
 
 
+def test_a_run_that_continues_another_one_has_its_own_end_and_best_drafter(tmp_path: Path) -> None:
+    """The other run ended before its recipe's steps, by `patience`; its fixed tensors have to be those here."""
+    module = nn.Linear(2, 2)
+    engine = _engine(module, torch.optim.AdamW(module.parameters()))
+    progress = Progress(6, 2.5, 4, [0.5], 0.1, evaluated=True, end=6, fixed={"d2t": "1"})
+    save_state(tmp_path, progress, {"name": "x"}, engine.state(), 2)
+    continued = load_from(tmp_path / "step-000006", engine.load)
+    assert continued == Progress(6, 0.0, 0, [0.5], 0.1, evaluated=False, end=None, fixed={"d2t": "1"})
+    resumed, _ = load_state(tmp_path, engine.load)
+    assert resumed == progress
+
+
 def test_the_newest_are_kept_and_those_ahead_are_not_counted(tmp_path: Path) -> None:
     """One ahead of the step is damaged, or the run would have resumed from it; steps are numbers, not names."""
     for step in (999_998, 999_999, 1_000_000, 1_000_002):
