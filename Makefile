@@ -10,9 +10,9 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # Tests run in as many processes as there are cores, four at most, each with one thread of torch.
 WORKERS := OMP_NUM_THREADS=1
-FAST := -n auto --maxprocesses 4 --dist loadfile -m "not slow and not gpu and not engine"
+FAST := -n auto --maxprocesses 4 --dist loadfile --durations=25 -m "not slow and not gpu and not engine"
 
-.PHONY: quickstart demo test test-slow test-gpu test-engines test-lowest test-newest lint format docs clean
+.PHONY: quickstart demo test fast test-slow test-gpu test-engines test-lowest test-newest lint format docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/draftsmith quickstart
@@ -24,8 +24,11 @@ demo: $(VENV)/.installed
 	test -d runs/quickstart/mtp/drafter || $(BIN)/draftsmith quickstart
 	$(BIN)/draftsmith demo --target embedded --drafter hybrid:drafter=runs/quickstart/mtp/drafter
 
+# Lint and documentation beside the first tests.
 test: $(VENV)/.installed-dev
-	$(MAKE) --jobs=2 lint docs
+	$(MAKE) --jobs=3 fast lint docs
+
+fast: $(VENV)/.installed-dev
 	$(WORKERS) $(BIN)/pytest $(FAST)
 
 test-slow: $(VENV)/.installed-dev
