@@ -234,7 +234,8 @@ def _judge(exact_V: Tensor, token: int, bound: float) -> tuple[float, float, flo
     """Return the margin of the two largest logits, the gap to that of `token`, the bound, and what they mean."""
     first, second = exact_V.topk(2).values.tolist()
     gap = first - float(exact_V[token])
-    return first - second, gap, bound, "near tie" if gap <= bound else "bug"
+    kind: DivergenceKind = "near tie" if gap <= bound else "bug"
+    return first - second, gap, bound, kind
 
 
 def _bound(readings: list[Tensor], exact_TV: Tensor) -> Tensor:
