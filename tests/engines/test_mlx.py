@@ -15,7 +15,7 @@ from conftest import make_llama
 from engines.workshop import COUNT, LENGTH, TOKENS, Workshop
 
 from draftsmith.distill.embedded import embedded_target
-from draftsmith.eval.prompts import PromptRows
+from draftsmith.eval.prompts import load_prompts
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.hub.export import export_drafter
 
@@ -75,7 +75,7 @@ def test_positions_are_rotated_as_here(rope: dict[str, Any], tmp_path: Path) -> 
 def test_a_draft_model_drafts_as_in_a_local_measurement(workshop: Workshop) -> None:
     pair, target = workshop.pair("draft_model"), str(embedded_target())
     folder = pair.exported("transformers", target=target).folder
-    rows = PromptRows.read(pair.prompts).encode(pair.loaded.tokenizer, count=COUNT)
+    rows = load_prompts(pair.prompts, pair.loaded.tokenizer, count=COUNT)
     prompts = [prompt.input_ids for prompt in rows]
     asked = {"target": target, "draft": str(folder), "prompts": prompts, "length": LENGTH, "tokens": TOKENS}
     done = subprocess.run([_python(), "-c", SCRIPT], input=json.dumps(asked), capture_output=True, text=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from engines.workshop import COUNT, LENGTH, TOKENS, Workshop
 
-from draftsmith.eval.prompts import PromptRows
+from draftsmith.eval.prompts import load_prompts
 
 pytestmark = pytest.mark.engine
 
@@ -24,7 +24,7 @@ def test_a_draft_model_drafts_as_in_a_local_measurement(workshop: Workshop) -> N
     options: dict[str, Any] = {"max_new_tokens": TOKENS, "num_assistant_tokens": LENGTH, "do_sample": False}
     config = genai.GenerationConfig(**options, apply_chat_template=False)
     tokens = passes = 0
-    for prompt in PromptRows.read(pair.prompts).encode(pair.loaded.tokenizer, count=COUNT):
+    for prompt in load_prompts(pair.prompts, pair.loaded.tokenizer, count=COUNT):
         ids = prompt.input_ids
         values = openvino.Tensor(np.array([ids], dtype=np.int64))
         ones = openvino.Tensor(np.ones((1, len(ids)), dtype=np.int64))
