@@ -45,7 +45,9 @@ from draftsmith.train.validation import METRICS
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("draftsmith", "heads", "decode", "distill", "eval", "hub", "train")
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NOTES = [ROOT / "benchmarks" / "lab-log.md", ROOT / "heads" / "formats" / "layouts.md"]
+"""Pages of the repository that the site does not have."""
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *NOTES, *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def _python_blocks() -> list[str]:
