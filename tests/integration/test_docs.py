@@ -177,6 +177,10 @@ def test_the_index_names_every_page() -> None:
     assert pages - {"index.md"} <= named
 
 
+def test_the_readme_has_at_most_700_words() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 700
+
+
 def yaml_blocks() -> list[tuple[str, dict[str, Any]]]:
     """Return every YAML block with the name of its page."""
     blocks = ((page, re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)) for page in PAGES)
