@@ -4,7 +4,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ class MemoryMeter:
         self._cuda = device if device.type == "cuda" else None
         if self._cuda is not None:
             torch.cuda.reset_peak_memory_stats(self._cuda)
+        with suppress(OSError):  # Linux: what was freed before, such as a GGUF file's whole weights, does not count
+            Path("/proc/self/clear_refs").write_text("5")
         self._before = psutil.Process().memory_info().rss
         is_host = self._cuda is None and sys.platform == "linux"
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if is_host else None
