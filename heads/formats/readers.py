@@ -95,6 +95,6 @@ def _reader(published: Published) -> Reader | None:
         return eagle.read_eagle3
     if {"fc", "layers"} <= parts and "norm" not in parts:
         return eagle.read_eagle1
-    if OF_DRAFTERS.search(name):
-        raise published.refusal(f"a {name}", f"one of {', '.join(ARCHITECTURES)}")
+    if OF_DRAFTERS.search(name) or (not name and ("fc" in parts or "dflash_config" in config)):
+        raise published.refusal(f"a {name}" if name else "no architectures", f"one of {', '.join(ARCHITECTURES)}")
     return None

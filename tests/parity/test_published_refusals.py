@@ -176,6 +176,7 @@ def replaced(name: str, value: torch.Tensor, **changes: Any) -> Callable[[dict[s
         ("peagle", without(""), "no tensor mask_hidden; expected float [1, 1, 96]"),
         ("peagle", replaced("mask_hidden", torch.zeros(HIDDEN)), "is float [32]; expected float [1, 1, 96]"),
         ("peagle", without("", speculators_config={}), "speculative_tokens=None in config.json; expected an integer"),
+        ("zlab", without("", architectures=None), "no architectures; expected one of DFlash2DraftModel, "),
         ("zlab", replaced("prefix_gru.x", torch.ones(1), mask_token_id=1), "unexpected tensor prefix_gru.x"),
         ("eagle", without(""), "no tensor layers.0.self_attn.q_proj.weight; expected float [32, 32]"),
         ("eagle", without("", bias=True), "no tensor fc.bias; expected float [32]"),
