@@ -27,6 +27,7 @@ from rich.table import Table
 
 from draftsmith.train import trainer
 from draftsmith.train.recipe import Recipe, load_recipe
+from draftsmith.train.recipe_sections import TrainSection
 from draftsmith.train.run_folder import read_metrics
 from draftsmith.train.validation import validation_rows
 
@@ -46,12 +47,13 @@ class TimedRun(trainer.TrainingRun):
     def __init__(self, recipe: Recipe, accelerator: Accelerator, folder: Path) -> None:
         super().__init__(recipe, accelerator, folder)
         self._began = time.process_time()
-        trainer.learning_rate = self._rate
+        TrainSection.rate = lambda settings, step, end=None: self._rate(settings)
 
-    def _rate(self, recipe: Recipe, step: int, end: int | None = None) -> float:
+    def _rate(self, settings: TrainSection) -> float:
         done = min(1.0, (time.process_time() - self._began) / self.seconds)
         decayed = LAST + (1 - LAST) * (1 + math.cos(math.pi * done)) / 2
-        return recipe.peak_rate * decayed * min(1.0, WARMUP + done / WARMUP)
+        assert settings.learning_rate is not None
+        return settings.learning_rate * decayed * min(1.0, WARMUP + done / WARMUP)
 
     def step(self, step: int) -> dict[str, Any]:
         row = super().step(step)
@@ -64,7 +66,7 @@ class TimedRun(trainer.TrainingRun):
         super().train()
         self.drafter.eval()
         texts = []
-        for row in validation_rows(self.recipe, self.data):
+        for row in validation_rows(self.data, self.recipe.data.exclude_rows):
             torch.manual_seed(row)  # block drafters draw the positions that they are trained at
             with torch.no_grad():
                 sums = self.engine.module(self.batch([row]), 1.0, self.last)

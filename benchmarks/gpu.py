@@ -14,7 +14,7 @@ sum_v min(p_v, q_v), and under greedy decoding of equal argmax, is the given val
 Training (gpu_training.py): EAGLE-3 with seven steps of the training-time test on rows of each of `--lengths`, and on
 the first of them with a draft vocabulary, DSpark, Medusa with five heads, and a draft model of Qwen3-0.6B's shape; one
 row a step, of which an eighth is its prompt, AdamW, bf16 autocast. MFU is of the whole step, and of its own part
-(without the target's pass). The machine's peak is that of train/time_estimate.py.
+(without the target's pass). The machine's peak is that of train/estimate/time.py.
 
 A cell is a temperature, a batch size and a context; small ones come first, and none begins after `--minutes`, nor does
 training after half of them. What fails is left out, and `--json` has each figure as soon as it is known. A cell's sides

@@ -16,12 +16,12 @@ from transformers import PreTrainedModel, Qwen3Config
 from draftsmith.decode.clock import PartClock
 from draftsmith.distill.teacher import Batch
 from draftsmith.errors import reason_of
-from draftsmith.train.fake_run import DryStep, Operations, dry_step
-from draftsmith.train.machines import MACHINES
-from draftsmith.train.memory_estimate import estimate_memory
+from draftsmith.train.estimate.fake_run import DryStep, Operations, dry_step
+from draftsmith.train.estimate.gpus import MACHINES
+from draftsmith.train.estimate.memory import estimate_memory
 from draftsmith.train.progress import PARTS
 from draftsmith.train.recipe import Recipe, parse_recipe
-from draftsmith.train.run_parts import compile_drafter
+from draftsmith.train.step import compile_drafter
 
 SMALL = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
 SMALL |= {"num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}

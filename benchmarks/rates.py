@@ -1,4 +1,4 @@
-"""Compare optimizers and learning rates by family of drafters and width of the target (train/learning_rates.py).
+"""Compare optimizers and learning rates by family of drafters and width of the target (heads/configs.py).
 
     python benchmarks/rates.py --targets w128 --families eagle3 --settings muon:6e-3 adamw:1e-3 --steps 150
     python benchmarks/rates.py --targets FOLDER --schedules cosine wsd
@@ -40,8 +40,9 @@ from draftsmith.heads.base import Drafter
 from draftsmith.storage import cache_dir
 from draftsmith.train import trainer as loop
 from draftsmith.train.launch import make_accelerator
-from draftsmith.train.learning_rates import default_rate, width_of
+from draftsmith.train.models import width_of
 from draftsmith.train.recipe import Recipe, load_recipe
+from draftsmith.train.recipe_sections import TrainSection
 from draftsmith.train.run_folder import claim_output, read_metrics
 
 FAMILIES = ("draft_model", "medusa", "eagle", "hass", "eagle3", "mtp", "peagle", "dflash")
@@ -116,19 +117,19 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def wsd(recipe: Recipe, step: int) -> float:
+def wsd(settings: TrainSection, step: int, _: int | None = None) -> float:
     """Return the rate of a warm-up, a constant phase, and a linear decay to a tenth over the last fifth."""
-    settings, left = recipe.train, (recipe.train.steps - step) / recipe.train.steps
+    left = (settings.steps - step) / settings.steps
     warmup = max(1, int(settings.steps * settings.warmup_fraction))
     return settings.learning_rate * min((step + 1) / warmup, 0.1 + 0.9 * min(1.0, left / 0.2))
 
 
-def constant(recipe: Recipe, step: int) -> float:
+def constant(settings: TrainSection, step: int, _: int | None = None) -> float:
     """Return the rate of a warm-up without decay."""
-    return recipe.train.learning_rate * min(1.0, (step + 1) / max(1, recipe.train.steps * recipe.train.warmup_fraction))
+    return settings.learning_rate * min(1.0, (step + 1) / max(1, settings.steps * settings.warmup_fraction))
 
 
-SCHEDULES = {"cosine": loop.learning_rate, "wsd": wsd, "constant": constant}
+SCHEDULES = {"cosine": TrainSection.rate, "wsd": wsd, "constant": constant}
 
 
 @lru_cache(1)
@@ -217,7 +218,7 @@ def rate_of(setting: str, wanted: dict[str, Any]) -> float:
     if not setting.startswith("x"):
         return float(setting)
     width = width_of(loaded(wanted["target"]).model.config)
-    default = default_rate(recipe_of(wanted), width)
+    default = recipe_of(wanted).default_rate(width)
     assert default is not None, "Muon and AdamW have default rates"
     return float(f"{float(setting[1:]) * default:.2e}")
 
@@ -230,7 +231,7 @@ def run(wanted: dict[str, Any]) -> dict[str, Any]:
     Path(str(recipe.data.prompts)).write_text(prompts, encoding="utf-8")
     output = Path(recipe.output)
     shutil.rmtree(output, ignore_errors=True)
-    loop.learning_rate = SCHEDULES[wanted["schedule"]]
+    TrainSection.rate = SCHEDULES[wanted["schedule"]]
     result: dict[str, Any] = {"tau": [math.nan, math.nan]}
     try:
         accelerator = make_accelerator(recipe, output)

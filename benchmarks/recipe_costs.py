@@ -5,7 +5,7 @@
 
 The shapes are those of tests/recipes/architectures.yaml. Memory is the output of `draftsmith memory`, under bf16
 autocast on one process, or on as many as a recipe divides its target or texts among. Time is operations at 40 % and
-bytes at 50 % of the peak of a machine with that memory, see train/time_estimate.py; Python, kernel launches and layers
+bytes at 50 % of the peak of a machine with that memory, see train/estimate/time.py; Python, kernel launches and layers
 that are gathered from other GPUs come on top, most of all in sampling.
 """
 
@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
-from draftsmith.train.machines import MACHINES
-from draftsmith.train.memory_estimate import estimate_memory
+from draftsmith.train.estimate.gpus import MACHINES
+from draftsmith.train.estimate.memory import estimate_memory
+from draftsmith.train.estimate.time import estimate_work
 from draftsmith.train.recipe import Recipe, load_recipe, shipped_recipes
-from draftsmith.train.time_estimate import estimate_work
 
 ROOT = Path(__file__).parents[1]
 SIZES = (8, 16, 24, 48, 80, 141)

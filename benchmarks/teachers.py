@@ -23,11 +23,11 @@ from draftsmith.distill.losses import forward_kl
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.train.launch import RunContext
+from draftsmith.train.models import load_parts
 from draftsmith.train.placement import placement_of
 from draftsmith.train.progress import Console as TrainConsole
 from draftsmith.train.recipe import load_recipe
-from draftsmith.train.run_parts import load_parts, make_step
-from draftsmith.train.step import AgreementStep, Last, batch_indices, collate
+from draftsmith.train.step import AgreementStep, Last, batch_indices, collate, make_step
 
 
 def arguments() -> argparse.Namespace:
@@ -42,8 +42,7 @@ def measure(family: str, options: argparse.Namespace, table: Table) -> None:
     recipe = load_recipe(f"{family}/embedded", [f"data.count={options.samples}", "data.response_tokens=96"])
     accelerator = Accelerator()
     context = RunContext(recipe, accelerator, TrainConsole(False), placement_of(recipe.target, accelerator))
-    parts = load_parts(context)
-    target, data, drafter = parts.target, parts.data, parts.drafter
+    target, drafter, data, _ = load_parts(context)
     online = OnlineTeacher(target.model, drafter.needs.layers)
     teachers: dict[str, OnlineTeacher | CachedTeacher] = {"online": online}
     stored = {"online": 0.0}
@@ -54,7 +53,7 @@ def measure(family: str, options: argparse.Namespace, table: Table) -> None:
             CachedTeacher(online, cache.read),
             cache.bytes_a_token(),
         )
-    objective = Objective(**recipe.objective_options(parts.draft_length))
+    objective = Objective(**recipe.objective_options(recipe.draft_length(drafter.max_draft_length)))
     steps = {name: AgreementStep(drafter, objective, teacher) for name, teacher in teachers.items()}
     _, made, _ = make_step(recipe, target.model, drafter, online)
     seconds: dict[str, list[float]] = {name: [] for name in teachers}

@@ -36,12 +36,12 @@ from draftsmith.distill.teacher import Batch
 from draftsmith.heads import HEADS, TrainableDrafter
 from draftsmith.heads.base import FINAL, TeacherSignals
 from draftsmith.train import trainer as loop
-from draftsmith.train.fake_run import Operations
-from draftsmith.train.launch import autocast, make_accelerator
+from draftsmith.train.estimate.fake_run import Operations
+from draftsmith.train.launch import make_accelerator
 from draftsmith.train.progress import PARTS, MemoryMeter
 from draftsmith.train.recipe import Recipe, load_recipe
 from draftsmith.train.run_folder import claim_output
-from draftsmith.train.step import collate
+from draftsmith.train.step import autocast, collate
 
 ROWS = 64
 
@@ -132,7 +132,7 @@ class PlainLoop:
         layers, states = self._drafter.needs.layers, out.hidden_states
         features = torch.cat([states[-1 if k == FINAL else k] for k in layers], -1) if layers else None
         signals = TeacherSignals(ids_BT, mask_BT, states[-1], batch.mask_BT, features)
-        with autocast(self._recipe, ids_BT.device):
+        with autocast(self._recipe.train, ids_BT.device):
             loss = self._loss(signals, p_log)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._drafter.parameters(), 1.0)

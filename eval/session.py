@@ -9,7 +9,6 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from draftsmith.decode.arguments import capabilities, require_readable
 from draftsmith.decode.policies import check_policy
-from draftsmith.distill.load_target import load_processor, load_target, load_tokenizer
 from draftsmith.eval.prompts import Prompt, PromptRows
 from draftsmith.eval.settings import PairSettings
 from draftsmith.heads.base import Drafter
@@ -78,21 +77,15 @@ def load_session(
 
     now = now or datetime.now()  # prompts may be encoded twice
     images = images or (rows is not None and rows.images)
-    processor = load_processor(settings.target, trust_remote_code=settings.trust_remote_code) if images else None
+    processor = settings.target_section.load_processor() if images else None
     prompts, left_out, limit = list[Prompt](), list[str](), None
     if rows is not None:
-        tokenizer, config = load_tokenizer(settings.target, trust_remote_code=settings.trust_remote_code)
+        tokenizer, config = settings.target_section.load_tokenizer()
         limit = decoding_limit(config)
         prompts, left_out = encode(tokenizer, config, limit)
     stored = _stored(settings.drafters)
     with stage("loading the target and the drafters", shown=progress):
-        loaded = load_target(
-            settings.target,
-            dtype=settings.dtype,
-            attn_implementation=settings.attn_implementation,
-            trust_remote_code=settings.trust_remote_code,
-            images=images,
-        )
+        loaded = settings.target_section.load(images=images)
         drafters = {
             name: load_drafter(path, loaded.model, loaded.tokenizer) for name, path in settings.drafters.items()
         }

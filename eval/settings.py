@@ -12,6 +12,7 @@ from draftsmith.config import Count, Distinct, Probability, Section, Seed, Tempe
 from draftsmith.decode.policies import POLICIES, check_policy
 from draftsmith.decode.rules import RULES
 from draftsmith.distill.data_section import ServerSection, is_address, require_address, server_section
+from draftsmith.distill.target_section import TargetSection
 from draftsmith.errors import ConfigError
 from draftsmith.heads.configs import SETTINGS, is_named, parse_named
 from draftsmith.names import (
@@ -184,6 +185,12 @@ class PairSettings(Section):
         from draftsmith.decode.sampling import Sampling
 
         return Sampling(temperature) if temperature == 0 else Sampling(temperature, self.top_k, self.top_p)
+
+    @property
+    def target_section(self) -> TargetSection:
+        """The target, as a recipe names it."""
+        how = {"dtype": self.dtype, "attn_implementation": self.attn_implementation}
+        return TargetSection(model=self.target, trust_remote_code=self.trust_remote_code, **how)
 
     @property
     def passes(self) -> dict[str, Any]:

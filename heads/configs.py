@@ -202,12 +202,28 @@ class DFlashSection(WindowOption):
 
 @dataclass(frozen=True)
 class Rates:
-    """Peak learning rates for a target of width 256; see `train/learning_rates.py`."""
+    """Peak learning rates for a target of width 256, as measured by `benchmarks/rates.py`."""
 
     muon: float = 2e-2
     adamw: float = 3e-3
     scaled: bool = False
     """Whether Muon's rate is proportional to 1/width, as AdamW's is; otherwise it is constant up to width 256."""
+
+    def at(self, width: int, optimizer: str) -> float | None:
+        """Return the rate of an optimizer for a target of hidden size `width`; None for other optimizers.
+
+        Rates are proportional to 1/width. Muon's are constant up to `WIDTH` for drafters whose matrices all start
+        untrained: there, the best rate was the same from width 64 on. On SmolLM2 (width 576) 2e-2 lets EAGLE, HASS and
+        DFlash diverge, and EAGLE-3 is better at 6e-3.
+        """
+        ratio = WIDTH / width
+        shares = {"adamw": ratio, "muon": ratio if self.scaled else min(1.0, ratio)}
+        return float(f"{getattr(self, optimizer) * shares[optimizer]:.1e}") if optimizer in shares else None
+
+
+WIDTH = 256
+TRAINED = Rates(muon=1.5e-3, adamw=2.5e-4, scaled=True)
+"""For drafters of any type that start from their own trained weights."""
 
 
 @dataclass(frozen=True)

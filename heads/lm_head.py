@@ -358,3 +358,11 @@ def checked_size(size: int | None, vocab_size: int) -> int | None:
     if size is not None and not 1 <= size <= vocab_size:
         raise ConfigError.of("drafter.draft_vocab_size", size, f"1 to {vocab_size}, the target's vocabulary")
     return None if size == vocab_size else size
+
+
+def logit_count(model: PreTrainedModel) -> int:
+    """Return the number of logits of a target, which may exceed its tokenizer's vocabulary; ConfigError without any."""
+    lm_head = model.get_output_embeddings()
+    if lm_head is None:
+        raise ConfigError(f"target {type(model).__name__} has no lm_head; expected a causal language model")
+    return lm_head.weight.shape[0]

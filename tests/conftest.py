@@ -171,7 +171,7 @@ def without_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
 
     The estimate has tests of its own, and some runs of shipped recipes make it.
     """
-    monkeypatch.setattr("draftsmith.train.memory_estimate.announce_memory", lambda context: None)
+    monkeypatch.setattr("draftsmith.train.estimate.memory.announce_memory", lambda context: None)
 
 
 @pytest.fixture

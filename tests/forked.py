@@ -91,9 +91,9 @@ def serve() -> None:
 
     from draftsmith import cli
     from draftsmith.eval import evaluation as measure  # noqa: F401
-    from draftsmith.train import memory_estimate as memory
     from draftsmith.train import trainer as loop  # noqa: F401
     from draftsmith.train.__main__ import main
+    from draftsmith.train.estimate import memory
 
     programs = {"train": main, "draftsmith": cli.main}
 

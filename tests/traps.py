@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 import draftsmith.heads.checkpoint
+import draftsmith.train.checkpoints
 import draftsmith.train.launch
-import draftsmith.train.training_state
 from draftsmith.train.trainer import TrainingRun
 
 
@@ -42,7 +42,7 @@ class Traps:
         for name in ("rename", "replace", *(("fsync",) if lasting else ())):
             setattr(os, name, trapped(getattr(os, name)))
         shutil.rmtree = trapped(shutil.rmtree)
-        for module in (draftsmith.train.training_state, draftsmith.heads.checkpoint):
+        for module in (draftsmith.train.checkpoints, draftsmith.heads.checkpoint):
             module.save_file = trapped(module.save_file, torn=True)
 
     @staticmethod

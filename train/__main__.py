@@ -5,7 +5,7 @@ import sys
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.terminal import printable, quiet_imports
-from draftsmith.train.launch_variables import launch_variables
+from draftsmith.train.process import launch_variables
 from draftsmith.train.recipe import load_recipe
 
 

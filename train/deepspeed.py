@@ -22,10 +22,10 @@ from deepspeed.utils import (
 from torch import Tensor, nn
 
 from draftsmith.errors import ConfigError
+from draftsmith.train.checkpoints import TrainState, check_shapes, trained
 from draftsmith.train.engine import Engine
 from draftsmith.train.optimizers import Optimizers
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.training_state import TrainState, check_shapes, trained
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's moments under torch's names."""

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from draftsmith.heads.lora import like, whole
+from draftsmith.train.checkpoints import TrainState, check_shapes, trained
 from draftsmith.train.optimizers import Optimizers
-from draftsmith.train.training_state import TrainState, check_shapes, trained
 
 
 class Engine:

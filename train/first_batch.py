@@ -8,12 +8,12 @@ import torch
 from draftsmith.distill.teacher import Batch
 from draftsmith.heads.base import TeacherSignals, TrainableDrafter
 from draftsmith.heads.initial_weights import fit_start, frequencies, input_sizes
-from draftsmith.train.learning_rates import starts_trained
+from draftsmith.train.models import token_counts
 from draftsmith.train.non_finite import finite_rows
 from draftsmith.train.optimizers import Sizes
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.step import Teacher, batch_indices
-from draftsmith.train.training_data import TrainingData, token_counts
+from draftsmith.train.training_data import TrainingData
 
 TOKENS = 2048
 """Tokens of a batch, the least number that ends it."""
@@ -38,7 +38,7 @@ def start_drafter(
         return {}
     drafter.eval()  # without noise
     torch.manual_seed(recipe.train.seed)  # block drafters draw the positions that they are trained at
-    if not starts_trained(recipe):
+    if not recipe.starts_trained:
         counts_V = token_counts(data.rows.select(range(data.trained)), teacher.lm_head.weight.shape[0])
         later = islice(_rows(recipe, data, set(recipe.data.exclude_rows)), 1, None)
         more = (teacher.signals(batch(rows)) for rows in later)

@@ -1,13 +1,14 @@
-"""The launch of a run through accelerate: engine, precision, and the context that the parts of a run share."""
+"""The launch of a run: checks of this machine, the accelerator and the engine, and the context that its parts share."""
 
 import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Timer, current_thread, main_thread
 from typing import Any, Self
@@ -22,24 +23,30 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
 )
+from torch import nn
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from draftsmith.distill.load_target import bf16_is_fast
+from draftsmith.distill.chat_template import template_text
+from draftsmith.distill.conversation import EmptyConversation, conversation, require_most
+from draftsmith.distill.data_section import SELF, require_client, sources_of
+from draftsmith.distill.sources import read_source
 from draftsmith.errors import ConfigError, reason_of
-from draftsmith.train.launch_variables import LaunchVariables, launch_variables
-from draftsmith.train.placement import placement_of
-from draftsmith.train.placement.plain import Plain
-from draftsmith.train.progress import Console
+from draftsmith.names import EMBEDDED, prompts_look_local
+from draftsmith.provenance import has_cxx_compiler
+from draftsmith.train.engine import Engine
+from draftsmith.train.optimizers import Optimizers
+from draftsmith.train.placement import Plain, placement_of
+from draftsmith.train.process import LaunchVariables, launch_variables
+from draftsmith.train.progress import TRACKER_FOLDER, Console
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.recipe_sections import DEEPSPEED
+from draftsmith.train.recipe_sections import DEEPSPEED, TrainSection
+from draftsmith.train.step import autocast, precision
 
 FSDP = "ACCELERATE_USE_FSDP"
 WAIT = timedelta(days=1)
 """How long a process waits for the others, which may be sampling, downloading or evaluating, before the run fails."""
 ANNOUNCED_AFTER = 10.0
 """Seconds after which a process that waits for the others to connect prints that."""
-TRACKER_FOLDER = "tracker"
-"""Folder of the tracker's files in the run's folder."""
 
 
 @dataclass(frozen=True)
@@ -109,25 +116,12 @@ def make_accelerator(recipe: Recipe, folder: Path) -> Accelerator:
     return accelerator
 
 
-def autocast(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:
-    """Return the context of a forward pass in the recipe's precision: bf16 products of float32 weights, or nothing."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=precision(recipe) == "bf16")
-
-
-def precision(recipe: Recipe) -> str:
-    """Return 'bf16' or 'no'; 'auto' depends on the machine."""
-    if recipe.train.mixed_precision != "auto":
-        return recipe.train.mixed_precision
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return "bf16" if bf16_is_fast(device) else "no"
-
-
-def unused_settings(recipe: Recipe) -> list[str]:
+def unused_settings(train: TrainSection) -> list[str]:
     """Return a line for each setting of accelerate's launch or config file in whose place the recipe's is used."""
-    train, environment = recipe.train, os.environ
+    environment = os.environ
     given = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     parts = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")  # DeepSpeed's may be 'auto'
-    own, lines = precision(recipe), []
+    own, lines = precision(train), []
     if given not in ("no", own):
         used = f"train.mixed_precision={train.mixed_precision}" + f", here {own}" * (train.mixed_precision == "auto")
         lines.append(f"launch: mixed_precision={given} is not used; the recipe has {used}")
@@ -201,3 +195,73 @@ def _fsdp(recipe: Recipe) -> FullyShardedDataParallelPlugin:
             "cotrain under FSDP2; expected DDP or one process: adapters inside the target are not sharded"
         )
     return plugin
+
+
+def make_engine(recipe: Recipe, accelerator: Accelerator, step: nn.Module, optimizers: Optimizers) -> Engine:
+    """Hand `step`, under the recipe's autocast, and its optimizers to the engine that accelerate was launched with."""
+    inner = step.forward
+
+    def forward(*arguments: Any) -> Any:
+        with autocast(recipe.train, accelerator.device):
+            return inner(*arguments)
+
+    step.forward = forward
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        from draftsmith.train.deepspeed import ZeroEngine  # DeepSpeed is an extra
+
+        return ZeroEngine(accelerator, step, optimizers)
+    return Engine(accelerator, step, optimizers, recipe.train.clip_norm)
+
+
+def preflight(recipe: Recipe, *, training: bool) -> None:
+    """Check that this machine has the files, packages and tools that the recipe names.
+
+    `training`: also what only the training loop uses, the tracker and a compiler.
+
+    Raises:
+        ConfigError: for a package or compiler that is missing, and for a missing or malformed file.
+    """
+    if training:
+        _require_tracker(recipe.tracker)
+        _require_compiler(recipe)
+    if recipe.data.server is not None:
+        require_client()
+    recipe.require_paths()
+    if recipe.target.quantization is not None:
+        from draftsmith.distill.quantization import require_quantization
+
+        require_quantization(recipe.target.quantization, recipe.target.dtype)
+    if recipe.data.chat_template is not None:
+        template_text(recipe.data.chat_template)
+    for source in (*recipe.data.sources, *sources_of(recipe.evaluation.prompts)):
+        if source.prompts not in (EMBEDDED, SELF):
+            _require_readable(str(source.prompts), source.subset, source.split)
+
+
+def _require_tracker(tracker: str) -> None:
+    """Raise ConfigError when the tracker's package is not installed."""
+    if tracker != "none" and find_spec(tracker) is None:
+        raise ConfigError(f"tracker={tracker} is not installed; expected none, or: pip install '.[{tracker}]'")
+
+
+def _require_compiler(recipe: Recipe) -> None:
+    """Raise ConfigError where torch.compile would fail in the first step for want of a C++ compiler."""
+    if recipe.train.compile and not has_cxx_compiler():
+        raise ConfigError(
+            "train.compile=True without a C++ compiler; expected one (g++ or CXX), or train.compile=false"
+        )
+
+
+def _require_readable(source: str, subset: str | None, split: str) -> None:
+    """Read every row of a local file of prompts; data sets on the Hub are checked when they are downloaded."""
+    if Path(source).expanduser().exists() or prompts_look_local(source):
+        rows, faulty, last = 0, 0, None
+        for place, row in read_source(source, subset, split):
+            rows += 1
+            try:
+                conversation(place, row)
+            except EmptyConversation:  # left out, and counted, when the data are read
+                pass
+            except ConfigError as error:
+                faulty, last = faulty + 1, error
+        require_most(rows, faulty, last)

@@ -13,9 +13,9 @@ from draftsmith.distill.teacher import Batch
 from draftsmith.errors import DraftsmithError
 from draftsmith.heads.base import TeacherSignals
 from draftsmith.storage import write_json
-from draftsmith.train.launch import RunContext, autocast
+from draftsmith.train.launch import RunContext
 from draftsmith.train.run_folder import CHECKPOINTS, FAILED
-from draftsmith.train.step import Teacher
+from draftsmith.train.step import Teacher, autocast
 from draftsmith.train.training_data import TrainingData
 
 NAMED = 8
@@ -70,7 +70,7 @@ def _wrong_rows(
     each = -(-len(indices) // shares)  # as many passes on each process, as sharded weights need
     own = [indices[place % len(indices)] for place in range(share * each, (share + 1) * each)]
     wrong: list[int] = []
-    with autocast(context.recipe, context.accelerator.device):
+    with autocast(context.recipe.train, context.accelerator.device):
         for row in own:
             signals = teacher.signals(batch([row]))
             if not all(finite_rows(teacher, signals, context.recipe.objective.chunk_tokens)):

@@ -1,7 +1,8 @@
-"""The output of a run on the main process: lines and a progress bar; the memory and the time that a process used."""
+"""The output of a run on the main process: lines, a progress bar, a tracker; the memory and the time that it used."""
 
 import ctypes
 import os
+import secrets
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -10,10 +11,13 @@ from typing import Any
 
 import psutil
 import torch
+from accelerate import Accelerator
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.table import Column, Table
 
+from draftsmith.storage import write_text
 from draftsmith.terminal import Bars, Terminal, TimeLeft
+from draftsmith.train.recipe import Recipe
 
 TRIM_EVERY = 8
 """Steps after which freed memory is given back on a CPU: it takes a few percent of one step."""
@@ -58,7 +62,6 @@ class MemoryMeter:
 
 NO_SUGGESTIONS = "DRAFTSMITH_NO_SUGGESTIONS"
 """The variable of the environment with which the quickstart starts a run that is one of its stages."""
-
 PARTS: tuple[str, ...] = ("fetch", "teacher", "drafter", "objective", "backward", "optimizer", "other")
 """The parts of a training step."""
 
@@ -141,3 +144,95 @@ class Console:
 def _numbers(row: dict[str, Any]) -> str:
     rate, memory = row["tokens_per_second"], in_units(row["memory_bytes"])
     return f"loss {row['loss']:.3f} alpha {row['alpha'][0]:.3f} {rate:.0f} tok/s {memory}"
+
+
+TRACKER_FOLDER = "tracker"
+"""Folder of the tracker's files in the run's folder."""
+PROJECT = "draftsmith"
+RUN_ID = "wandb-run-id"
+"""File with wandb's id of the run, by which a later start continues it."""
+
+
+class Tracker:
+    """The run's tracker, on the main process. If it fails, it is closed with a printed line, and training continues."""
+
+    def __init__(self, recipe: Recipe, accelerator: Accelerator, console: Console, resumed: int | None) -> None:
+        """Open the tracker's run, or resume it.
+
+        `resumed`: the last step of the checkpoint that the run continues from; None for a new run. wandb without a key
+        and tensorboard write to the run's folder instead of the network.
+        """
+        self._accelerator, self._console = accelerator, console
+        self._name = recipe.tracker
+        self._open = accelerator.is_main_process
+        self._try("start", lambda: self._start(recipe, resumed))
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Log a row of `metrics.jsonl`."""
+        self._try("log", lambda: self._accelerator.log(tracker_row(row), step=row["step"]))
+
+    def close(self) -> None:
+        self._try("close", self._finish)
+
+    def _start(self, recipe: Recipe, resumed: int | None) -> None:
+        folder = Path(recipe.output) / TRACKER_FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        config = _flat(recipe.model_dump(mode="json"))
+        if self._name == "wandb":
+            if not os.environ.get("WANDB_API_KEY"):
+                os.environ.setdefault("WANDB_MODE", "offline")
+            options = {"name": recipe.name, "dir": str(folder), "id": _run_id(folder), "resume": "allow"}
+            # To store a config later, accelerate 1.10 would start an offline run again, in another folder.
+            options, config = {**options, "config": config, "allow_val_change": True}, None
+        else:  # steps after the checkpoint are logged again: tensorboard drops the old ones, wandb ignores known steps
+            options = {"purge_step": 0 if resumed is None else resumed + 1}
+            config = config if resumed is None else None
+        self._accelerator.init_trackers(PROJECT, config=config, init_kwargs={self._name: options})
+
+    def _finish(self) -> None:
+        for tracker in self._accelerator.trackers:
+            tracker.finish()
+
+    def _try(self, what: str, action: Callable[[], None]) -> None:
+        if not self._open:
+            return
+        try:
+            action()
+        except Exception as error:  # any failure: a tracker must not stop a run
+            self._open = False
+            reason = " ".join(str(error).split())
+            self._console.say(
+                f"tracker={self._name} failed to {what} ({type(error).__name__}: {reason}); training continues "
+                "without it, and metrics.jsonl holds everything"
+            )
+
+
+def _run_id(folder: Path) -> str:
+    """Return wandb's id of the run, the same each time that it is started."""
+    file = folder / RUN_ID
+    if not file.exists():
+        write_text(file, secrets.token_hex(4) + "\n")
+    return file.read_text(encoding="utf-8").strip()
+
+
+def tracker_row(row: dict[str, Any]) -> dict[str, float]:
+    """Return metrics under flat names: `train/alpha_1`, `evaluation/tau`."""
+    if "evaluation" in row:
+        kinds = {key: row[key] for key in ("evaluation", "validation") if key in row}
+        by_prompt = ("tokens", "rounds")
+        return _flat({kind: {k: v for k, v in it.items() if k not in by_prompt} for kind, it in kinds.items()})
+    return {f"train/{key}": value for key, value in _flat(row).items() if key != "step"}
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Join nested keys with slashes and number lists from 1; None becomes text, which every tracker accepts."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{name}/")
+        elif isinstance(value, list):
+            flat |= {f"{name}_{index}": item for index, item in enumerate(value, 1)}
+        else:
+            flat[name] = "none" if value is None else value
+    return flat

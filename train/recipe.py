@@ -13,8 +13,9 @@ from pydantic_core import ErrorDetails
 
 from draftsmith.config import Location, Section, expected
 from draftsmith.distill.data_section import SELF, DataSection, ServerSection, SourceSection, for_each_source
+from draftsmith.distill.target_section import TargetSection
 from draftsmith.errors import REMOVED, ConfigError, reason_of, removed
-from draftsmith.heads.configs import DRAFTERS, AnyDrafterSection, StoredSection, is_named
+from draftsmith.heads.configs import DRAFTERS, TRAINED, AnyDrafterSection, StoredSection, is_named
 from draftsmith.names import (
     check_attention,
     check_drafter_name,
@@ -27,7 +28,6 @@ from draftsmith.train.recipe_sections import (
     CotrainSection,
     EvaluationSection,
     ObjectiveSection,
-    TargetSection,
     TeacherSection,
     TrainSection,
 )
@@ -206,11 +206,14 @@ class Recipe(Section):
         return getattr(self.drafter, "model", None)
 
     @property
-    def peak_rate(self) -> float:
-        """The learning rate, which `with_rate` has set where the recipe has none."""
-        rate = self.train.learning_rate
-        assert rate is not None
-        return rate
+    def starts_trained(self) -> bool:
+        """Whether the drafter starts from trained weights: a checkpoint, or a module of the target's checkpoint."""
+        return self.start_from is not None or self.drafter.start == "trained"
+
+    def default_rate(self, width: int) -> float | None:
+        """Return the rate of the drafter's type and `train.optimizer` for a target of hidden size `width`."""
+        rates = TRAINED if self.starts_trained else DRAFTERS[self.drafter.type].rates
+        return rates.at(width, self.train.optimizer)
 
     def draft_length(self, most: int | None) -> int:
         """Return gamma for a drafter that can propose at most `most` tokens.

@@ -10,6 +10,15 @@ from draftsmith.distill.data_section import Prompts
 from draftsmith.distill.losses import LOSSES
 from draftsmith.train.optimizers import OPTIMIZERS, SCHEDULES
 
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    Term: TypeAlias = str
+    OptimizerName: TypeAlias = str
+    ScheduleName: TypeAlias = str
+else:  # the keys of the tables
+    Term, OptimizerName, ScheduleName = Literal[*LOSSES], Literal[*OPTIMIZERS], Literal[*SCHEDULES]
+
 DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 """Environment variable by which accelerate says that it was launched with DeepSpeed."""
 
@@ -17,27 +26,6 @@ DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 def default_optimizer() -> str:
     """Return `train.optimizer` where a recipe names none: 'adamw' under DeepSpeed, which has no Muon; else 'muon'."""
     return "adamw" if os.environ.get(DEEPSPEED, "false").lower() == "true" else "muon"
-
-
-class TargetSection(Section):
-    model: str = "embedded"
-    """'embedded', a local folder, a GGUF file or a Hub id."""
-    revision: str | None = None
-    """A branch, tag or commit of the Hub repository."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Dtype of the frozen target; the drafter is always trained in float32."""
-    attn_implementation: str | None = None
-    """'sdpa', 'eager', 'flash_attention_2', 'flash_attention_3' or a flash attention of 'kernels-community'; by default
-    transformers chooses. Flash attention requires a dtype of 16 bits."""
-    trust_remote_code: bool = False
-    """Run code from the target's repository."""
-    offload: bool = False
-    """Keep the layers in host memory, and copy each to the accelerator while it computes."""
-    sharded: bool = False
-    """Shard the layers over all processes; by default every process holds the whole target."""
-    quantization: Literal["int8", "float8"] | None = None
-    """Round the matrices of the layers to this type (torchao), for all that the run does with the target. 'float8'
-    rounds activations too; it requires dtype 'bfloat16' and a GPU of CUDA capability 8.9."""
 
 
 class TeacherSection(Section):
@@ -52,14 +40,6 @@ class TeacherSection(Section):
     """Rows in each file of the cache."""
 
 
-if TYPE_CHECKING:
-    from typing import TypeAlias
-
-    Term: TypeAlias = str
-    OptimizerName: TypeAlias = str
-    ScheduleName: TypeAlias = str
-else:  # the keys of the tables
-    Term, OptimizerName, ScheduleName = Literal[*LOSSES], Literal[*OPTIMIZERS], Literal[*SCHEDULES]
 Weight = Annotated[Number, Field(ge=0)]
 
 
@@ -100,7 +80,7 @@ class TrainSection(Section):
     """Compile the drafter's blocks with torch.compile; pays off in long runs on a GPU."""
     learning_rate: Annotated[Number, Field(gt=0)] | None = None
     """Peak rate after the warm-up. The default depends on the drafter's type, the optimizer and the target's hidden
-    size; see train/learning_rates.py."""
+    size; see heads/configs.py."""
     schedule: ScheduleName = "cosine"
     """The rate after the warm-up: 'cosine' to a tenth, 'linear' to zero, 'constant', or 'wsd', which is constant until
     the last `decay_fraction` of the steps."""
@@ -133,6 +113,30 @@ class TrainSection(Section):
     """Checkpoints to keep; older ones are deleted."""
     seed: Annotated[int, Field(ge=0, le=LARGEST_SEED), BeforeValidator(no_truth_value)] = 0
     """Seed of the initial weights, the order of the data and sampling."""
+
+    def rate(self, step: int, end: int | None = None) -> float:
+        """Return the rate of `step`, counted from 0: a linear warm-up to the peak, then the schedule.
+
+        Args:
+            end: the step after which 'wsd' ends, by default the last one.
+        """
+        peak, warmup = self.learning_rate, self.warmup_steps
+        assert peak is not None, "`with_rate` has set it where the recipe has none"
+        if step < warmup:
+            return peak * (step + 1) / warmup
+        done = (step - warmup) / max(1, self.steps - warmup)
+        decayed = max(0.0, 1 - ((end or self.steps) - step) / self.decay_steps)
+        return peak * SCHEDULES[self.schedule].share(done, decayed)
+
+    @property
+    def warmup_steps(self) -> int:
+        """The number of steps in which the rate rises."""
+        return max(1, round(self.steps * self.warmup_fraction))
+
+    @property
+    def decay_steps(self) -> int:
+        """The number of steps at the end of 'wsd' in which the rate falls."""
+        return max(1, round(self.steps * self.decay_fraction))
 
 
 class CotrainSection(Section):

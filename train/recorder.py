@@ -1,8 +1,6 @@
 """Files that a run writes while it trains: metrics, checkpoints, the best drafter, a tracker's."""
 
-import os
-import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +15,12 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.provenance import environment, model_fingerprints
-from draftsmith.storage import atomic_folder, write_text
+from draftsmith.storage import atomic_folder
+from draftsmith.train.checkpoints import Progress, load_from, load_state, prune, save_state
 from draftsmith.train.engine import Engine, reduced
-from draftsmith.train.launch import TRACKER_FOLDER, RunContext
+from draftsmith.train.launch import RunContext
+from draftsmith.train.process import Stopping
+from draftsmith.train.progress import Tracker
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.run_folder import (
     CHECKPOINTS,
@@ -35,18 +36,11 @@ from draftsmith.train.run_folder import (
     restart_metrics,
 )
 from draftsmith.train.step import Last
-from draftsmith.train.stopping import Stopping
 from draftsmith.train.training_data import TrainingData
-from draftsmith.train.training_state import (
-    Progress,
-    load_from,
-    load_state,
-    prune,
-    save_state,
-)
+from draftsmith.train.validation import by_source, table_by_source
 
 if TYPE_CHECKING:
-    from draftsmith.train.memory_estimate import MemoryEstimate
+    from draftsmith.train.estimate.memory import MemoryEstimate
 
 
 class BestDrafter:
@@ -97,96 +91,6 @@ class BestDrafter:
             )
 
 
-PROJECT = "draftsmith"
-RUN_ID = "wandb-run-id"
-"""File with wandb's id of the run, by which a later start continues it."""
-
-
-class Tracker:
-    """The run's tracker, on the main process. If it fails, it is closed with a printed line, and training continues."""
-
-    def __init__(self, context: RunContext, resumed: int | None) -> None:
-        """Open the tracker's run, or resume it.
-
-        `resumed`: the last step of the checkpoint that the run continues from; None for a new run. wandb without a key
-        and tensorboard write to the run's folder instead of the network.
-        """
-        self._accelerator, self._console = context.accelerator, context.console
-        self._name = context.recipe.tracker
-        self._open = context.accelerator.is_main_process
-        self._try("start", lambda: self._start(context.recipe, resumed))
-
-    def log(self, row: dict[str, Any]) -> None:
-        """Log a row of `metrics.jsonl`."""
-        self._try("log", lambda: self._accelerator.log(tracker_row(row), step=row["step"]))
-
-    def close(self) -> None:
-        self._try("close", self._finish)
-
-    def _start(self, recipe: Recipe, resumed: int | None) -> None:
-        folder = Path(recipe.output) / TRACKER_FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
-        config = _flat(recipe.model_dump(mode="json"))
-        if self._name == "wandb":
-            if not os.environ.get("WANDB_API_KEY"):
-                os.environ.setdefault("WANDB_MODE", "offline")
-            options = {"name": recipe.name, "dir": str(folder), "id": _run_id(folder), "resume": "allow"}
-            # To store a config later, accelerate 1.10 would start an offline run again, in another folder.
-            options, config = {**options, "config": config, "allow_val_change": True}, None
-        else:  # steps after the checkpoint are logged again: tensorboard drops the old ones, wandb ignores known steps
-            options = {"purge_step": 0 if resumed is None else resumed + 1}
-            config = config if resumed is None else None
-        self._accelerator.init_trackers(PROJECT, config=config, init_kwargs={self._name: options})
-
-    def _finish(self) -> None:
-        for tracker in self._accelerator.trackers:
-            tracker.finish()
-
-    def _try(self, what: str, action: Callable[[], None]) -> None:
-        if not self._open:
-            return
-        try:
-            action()
-        except Exception as error:  # any failure: a tracker must not stop a run
-            self._open = False
-            reason = " ".join(str(error).split())
-            self._console.say(
-                f"tracker={self._name} failed to {what} ({type(error).__name__}: {reason}); training continues "
-                "without it, and metrics.jsonl holds everything"
-            )
-
-
-def _run_id(folder: Path) -> str:
-    """Return wandb's id of the run, the same each time that it is started."""
-    file = folder / RUN_ID
-    if not file.exists():
-        write_text(file, secrets.token_hex(4) + "\n")
-    return file.read_text(encoding="utf-8").strip()
-
-
-def tracker_row(row: dict[str, Any]) -> dict[str, float]:
-    """Return metrics under flat names: `train/alpha_1`, `evaluation/tau`."""
-    if "evaluation" in row:
-        kinds = {key: row[key] for key in ("evaluation", "validation") if key in row}
-        by_prompt = ("tokens", "rounds")
-        return _flat({kind: {k: v for k, v in it.items() if k not in by_prompt} for kind, it in kinds.items()})
-    return {f"train/{key}": value for key, value in _flat(row).items() if key != "step"}
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Join nested keys with slashes and number lists from 1; None becomes text, which every tracker accepts."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{name}/")
-        elif isinstance(value, list):
-            flat |= {f"{name}_{index}": item for index, item in enumerate(value, 1)}
-        else:
-            flat[name] = "none" if value is None else value
-    return flat
-
-
 class Record:
     """Writes a run's files on the main process; the other processes wait for it in `meet`."""
 
@@ -218,7 +122,9 @@ class Record:
             # The run may have been killed between writing one and deleting another.
             with self._writing(CHECKPOINTS):
                 prune(self._folder / CHECKPOINTS, self._saved, self._recipe.train.keep_checkpoints)
-        self._tracker = None if self._recipe.tracker == "none" else Tracker(context, self._saved)
+        self._tracker = None
+        if self._recipe.tracker != "none":
+            self._tracker = Tracker(self._recipe, context.accelerator, self._console, self._saved)
 
     def _restored(self) -> Progress | None:
         """Restore the last checkpoint, or the one to continue from, and return its progress; None without one."""
@@ -300,11 +206,6 @@ class Record:
         `peak`: the most bytes that this start of the run has used.
         """
         if self._main:
-            from draftsmith.train.by_source import (
-                by_source,
-                table_by_source,
-            )  # the measurement: loaded at the end alone
-
             memory = {"peak_bytes": peak, "estimated_bytes": None if estimate is None else estimate.announced}
             best = self.best
             summary: dict[str, Any] = {"best_step": best.step, "best_tau": best.tau, "steps": steps}

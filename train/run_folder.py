@@ -16,9 +16,8 @@ from draftsmith.errors import ConfigError, reason_of
 from draftsmith.names import EMBEDDED
 from draftsmith.reading import dump_yaml, parse_json, parse_yaml, read_json, read_text
 from draftsmith.storage import LOCK, clear_leftovers, hold_folder, is_leftover, write_json, write_text
-from draftsmith.train.learning_rates import decay_steps, learning_rate, warmup_steps
+from draftsmith.train.checkpoints import checkpoint_folder, newest_first, read_state, step_of
 from draftsmith.train.recipe import Recipe, parse_stored
-from draftsmith.train.training_state import checkpoint_folder, newest_first, read_state, step_of
 
 RECIPE, METRICS, FINISHED, DRAFTER, TARGET, CHECKPOINTS, FAILED = (
     "recipe.yaml",
@@ -89,7 +88,7 @@ def _saved(recipe: Recipe) -> list[int]:
 def _same_rates(before: Recipe, recipe: Recipe) -> int:
     """Return the number of first steps, up to the newest checkpoint, that have the same learning rate in both runs."""
     last = max(_saved(recipe), default=0)
-    differing = (step for step in range(last) if learning_rate(before, step) != learning_rate(recipe, step))
+    differing = (step for step in range(last) if before.train.rate(step) != recipe.train.rate(step))
     return next(differing, last)
 
 
@@ -110,12 +109,12 @@ def check_continuation(recipe: Recipe) -> None:
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{key}; expected a checkpoint such as runs/NAME/checkpoints/step-001000") from error
     _require_same(recipe, _stored(stored, str(folder)), f"{key} is of", "the same value")
-    if not warmup_steps(recipe) <= step < recipe.train.steps:
+    if not recipe.train.warmup_steps <= step < recipe.train.steps:
         raise ConfigError(
             f"{key} with train.steps={recipe.train.steps}; expected more steps than its {step}, and a warm-up "
             f"(train.warmup_fraction={recipe.train.warmup_fraction:g}) that ends before them"
         )
-    end, begin = recipe.train.steps, recipe.train.steps - decay_steps(recipe)
+    end, begin = recipe.train.steps, recipe.train.steps - recipe.train.decay_steps
     decay = recipe.train.model_dump(mode="json", include={"schedule", "steps", "decay_fraction"})
     if decay["schedule"] == "wsd" and begin < step and not decay.items() <= state["recipe"]["train"].items():
         raise ConfigError(

@@ -4,30 +4,37 @@ The rows depend on seed and step alone, so that resuming needs no saved state.
 """
 
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import PreTrainedModel
 
 from draftsmith.decode.clock import PartClock
 from draftsmith.distill.cotraining import Adapters, quality_kl
+from draftsmith.distill.load_target import bf16_is_fast
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import Batch, OnlineTeacher, TargetHead
 from draftsmith.heads.base import TeacherSignals, TrainableDrafter
-from draftsmith.heads.hidden_states import ProcessorInputs, document_numbers
+from draftsmith.heads.flat_rows import read_flat, recompute_activations
+from draftsmith.heads.hidden_states import ProcessorInputs, document_numbers, layers_of
 from draftsmith.heads.lora import without_lora
 from draftsmith.heads.sequence_part import SequencePart
+from draftsmith.train.optimizers import OPTIMIZERS, Optimizers, Sizes, Trained, adapters_optimizer
 from draftsmith.train.progress import PARTS
-from draftsmith.train.recipe_sections import CotrainSection
+from draftsmith.train.recipe import Recipe
+from draftsmith.train.recipe_sections import CotrainSection, TrainSection
 
 # Shapes: B sequences, T positions, S positions of the source, K draft positions, H hidden size, N trained positions.
 
 MULTIPLE = 16
 """Batches are padded to a multiple of this length. On a CPU oneDNN keeps kernels for every length that occurs, so a run
 with few lengths takes less memory. On a GPU matrix products are fastest at such sizes."""
-
 ReadImages = Callable[[str, list[int]], ProcessorInputs | None]
 """Returns the processor's tensors for a text, from the column `images` and the tokens of its row."""
 
@@ -245,3 +252,75 @@ def _scaled_gradient(states: Tensor, weight: float) -> Tensor:
     """Return `states` with a gradient scaled by `weight`: the drafter learns at its full rate, the adapters less."""
     fixed = states.detach()
     return fixed + weight * (states - fixed)
+
+
+def autocast(settings: TrainSection, device: torch.device) -> AbstractContextManager[Any]:
+    """Return the context of a forward pass in the recipe's precision: bf16 products of float32 weights, or nothing."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision(settings) == "bf16")
+
+
+def precision(settings: TrainSection) -> str:
+    """Return 'bf16' or 'no'; 'auto' depends on the machine."""
+    if settings.mixed_precision != "auto":
+        return settings.mixed_precision
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return "bf16" if bf16_is_fast(device) else "no"
+
+
+def sequence_part(count: int, accelerator: Accelerator) -> SequencePart | None:
+    """Return this process's part of each text; None where every process trains on texts of its own.
+
+    `count`: the processes that share a text.
+    """
+    if count == 1:
+        return None
+    shape = (accelerator.num_processes // count, count)
+    mesh = init_device_mesh(accelerator.device.type, shape, mesh_dim_names=("texts", "parts"))
+    return SequencePart(accelerator.process_index % count, count, mesh["parts"].get_group())
+
+
+def make_step(
+    recipe: Recipe,
+    target: PreTrainedModel,
+    drafter: TrainableDrafter,
+    teacher: Teacher,
+    *,
+    sizes: Sizes | None = None,
+    part: SequencePart | None = None,
+    clock: PartClock | None = None,
+) -> tuple[AgreementStep, Optimizers, Adapters | None]:
+    """Return the step module, its optimizers, and the adapters on the target where the recipe trains them too.
+
+    Args:
+        sizes: see `Trained`.
+        part: see `TeacherSignals`.
+        clock: measures the parts of the forward pass.
+    """
+    settings, cotrain = recipe.train, recipe.cotrain
+    objective = Objective(**recipe.objective_options(recipe.draft_length(drafter.max_draft_length)))
+    if settings.activation_checkpointing:
+        recompute_activations(drafter.trained_blocks())
+    trained = Trained.of(
+        drafter,
+        sizes=sizes or {},
+        weight_decay=settings.weight_decay,
+        dtype=torch.bfloat16 if precision(settings) == "bf16" else torch.float32,
+    )
+    optimizers = OPTIMIZERS[settings.optimizer](trained)
+    if cotrain is None:
+        return AgreementStep(drafter, objective, teacher, part=part, clock=clock), optimizers, None
+    torch.manual_seed(settings.seed)
+    adapters = Adapters.on(target, rank=cotrain.lora_rank, modules=cotrain.modules)
+    if settings.activation_checkpointing:
+        recompute_activations(layers_of(target))
+    assert isinstance(teacher, OnlineTeacher), "the recipe refuses other teachers with cotrain"
+    step = CotrainStep(drafter, objective, teacher, adapters, cotrain, clock=clock)
+    return step, [*optimizers, adapters_optimizer(step.adapters, cotrain.learning_rate_ratio)], adapters
+
+
+def compile_drafter(drafter: TrainableDrafter) -> None:
+    """Compile each block of the drafter when it first runs, for any batch size and length."""
+    if drafter.language_model is not None:
+        read_flat(drafter.language_model, False)  # a flat row would be compiled for each combination of lengths
+    for block in drafter.trained_blocks():
+        block.compile(dynamic=True)

@@ -15,14 +15,13 @@ from draftsmith.decode.clock import PartClock
 from draftsmith.distill.cotraining import measure_quality
 from draftsmith.distill.teacher import Batch
 from draftsmith.heads.model_config import context_limit, start_token
-from draftsmith.train.continuation import with_section
+from draftsmith.train.checkpoints import fixed_tensors
 from draftsmith.train.engine import reduced
 from draftsmith.train.first_batch import start_drafter
-from draftsmith.train.launch import RunContext, make_accelerator, unused_settings
-from draftsmith.train.launch_variables import launch_variables
-from draftsmith.train.learning_rates import described, learning_rate, target_width, with_rate
+from draftsmith.train.launch import RunContext, make_accelerator, make_engine, preflight, unused_settings
+from draftsmith.train.models import described, load_parts, target_width, with_rate, with_section
 from draftsmith.train.non_finite import failure
-from draftsmith.train.preflight import preflight
+from draftsmith.train.process import Stopping, launch_variables, leave
 from draftsmith.train.progress import PARTS, Console, MemoryMeter, in_units
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.recorder import BestDrafter, Record
@@ -35,11 +34,17 @@ from draftsmith.train.run_folder import (
     is_finished,
     read_metrics,
 )
-from draftsmith.train.run_parts import compile_drafter, load_parts, make_engine, make_step, sequence_part
-from draftsmith.train.step import Last, StepSums, batch_indices, collate, response_tokens
-from draftsmith.train.stopping import Stopping, leave
+from draftsmith.train.step import (
+    Last,
+    StepSums,
+    batch_indices,
+    collate,
+    compile_drafter,
+    make_step,
+    response_tokens,
+    sequence_part,
+)
 from draftsmith.train.training_data import read_images
-from draftsmith.train.training_state import fixed_tensors
 from draftsmith.train.validation import early_end, evaluate_drafter, tau_by_source, validate, validation_rows
 
 
@@ -103,20 +108,19 @@ class TrainingRun:
 
     def __init__(self, recipe: Recipe, accelerator: Accelerator, folder: Path) -> None:
         from draftsmith.heads.formats.writers import unserved
-        from draftsmith.train.memory_estimate import announce_memory
+        from draftsmith.train.estimate.memory import announce_memory
 
         self.recipe, self.accelerator, self.folder = recipe, accelerator, folder
         self.context = context = RunContext.of(recipe, accelerator)
         self.console = context.console
         self.estimate = announce_memory(context)
         self.memory = MemoryMeter(accelerator.device)  # after the estimate, whose own memory does not count
-        for line in (described(recipe, target_width(recipe)), *unused_settings(recipe)):
+        for line in (described(recipe, target_width(recipe)), *unused_settings(recipe.train)):
             self.console.say(line)
         if recipe.start_from is None and (note := unserved(recipe.drafter)) is not None:
             self.console.say(f"drafter: {note}")
-        parts = load_parts(context)
-        self.target, self.drafter, self.teacher = parts.target, parts.drafter, parts.teacher
-        self.draft_length, self.data = parts.draft_length, parts.data
+        self.target, self.drafter, self.data, self.teacher = load_parts(context)
+        self.draft_length = recipe.draft_length(self.drafter.max_draft_length)
         model = self.target.model
         self.excluded = frozenset(recipe.data.exclude_rows)
         self.expect = getattr(self.teacher, "expect", None)  # of teachers that read ahead
@@ -125,8 +129,10 @@ class TrainingRun:
         self.read_images = read_images(recipe.data, self.target)
         sizes = start_drafter(recipe, self.drafter, self.teacher, self.data, self.batch)
         self.clock = PartClock(accelerator.device, PARTS)
-        options = {"sizes": sizes, "part": sequence_part(context), "clock": self.clock}
-        step, optimizers, self.adapters = make_step(recipe, model, self.drafter, self.teacher, **options)
+        part = sequence_part(recipe.train.sequence_parallel, accelerator)
+        step, optimizers, self.adapters = make_step(
+            recipe, model, self.drafter, self.teacher, sizes=sizes, part=part, clock=self.clock
+        )
         if recipe.train.compile:
             compile_drafter(self.drafter)
         fixed = fixed_tensors(self.drafter)  # whole here, before an engine shards them
@@ -179,7 +185,7 @@ class TrainingRun:
         if self.expect is not None:
             self.expect([*self._own(indices), *self._own(self._indices(step + 1))])
         tokens = response_tokens(self.data.rows, indices)
-        rate = learning_rate(self.recipe, step, self.end)
+        rate = settings.rate(step, self.end)
         for optimizer in self.engine.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate * group.get("ratio", 1.0)
@@ -259,12 +265,21 @@ class TrainingRun:
         """
         self.console.doing("evaluating")
         placement, module = self.context.placement, self.engine.module
-        validation = validate(self.context, module, self.data, step, self.last, batch=self.batch, record=self.record)
+        validation = validate(
+            self.context,
+            module,
+            self.data,
+            step,
+            self.last,
+            batch=self.batch,
+            stopping=self.stopping,
+            meet=self.record.meet,
+        )
         if self.stopping.agreed is not None:
             return
         if validation is not None and not math.isfinite(validation["loss"]):
             values = {"step": step, "validation_loss": str(validation["loss"])}
-            self._stop_at(step, validation_rows(self.recipe, self.data), values)
+            self._stop_at(step, validation_rows(self.data, self.recipe.data.exclude_rows), values)
         with self.engine.gathered():
             if placement.share.index == 0:
                 result = self._measure(step, validation)
@@ -284,7 +299,7 @@ class TrainingRun:
             return
         if self.accelerator.is_main_process and self.evaluated:
             decaying = self.end != settings.steps
-            found = early_end(self.recipe, read_metrics(self.folder), step, decaying)
+            found = early_end(settings, read_metrics(self.folder), step, decaying)
         found = broadcast_object_list([found])[0]
         if found is not None:
             self.end, reason = found

@@ -3,14 +3,12 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, islice, repeat
+from itertools import islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from datasets import Dataset, Features, concatenate_datasets
-from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.conversation import LeftOut, mask_spans, question
@@ -38,7 +36,7 @@ from draftsmith.distill.mixture import describe, merged, of_source, read_sources
 from draftsmith.distill.sources import read_source
 from draftsmith.errors import ConfigError
 from draftsmith.heads.hidden_states import ProcessorInputs, extended, inputs_for
-from draftsmith.heads.lm_head import lm_head_weight, most_frequent
+from draftsmith.heads.lm_head import lm_head_weight
 from draftsmith.heads.model_config import context_limit, decoding_limit, eos_tokens, known_tokens, text_config
 from draftsmith.names import EMBEDDED
 from draftsmith.provenance import fingerprint_of_numbers
@@ -50,12 +48,6 @@ from draftsmith.train.step import ReadImages
 
 if TYPE_CHECKING:
     from draftsmith.distill.state_files import StateFiles
-
-# Shapes: B sequences, T positions, S positions of the source, V vocabulary.
-
-
-ROWS_COUNTED = 256
-"""Rows whose responses are counted together."""
 
 
 @dataclass(frozen=True)
@@ -324,48 +316,6 @@ def _packed(parts: list[Dataset], data: DataSection, console: Console) -> tuple[
         summary += f"; packed into {count:,} rows, {lengths.tokens / (count * width):.0%} full"
     console.say(summary)
     return concatenate_datasets(parts), sum(map(len, parts[1:]))
-
-
-def logit_count(model: PreTrainedModel) -> int:
-    """Return the number of logits of a target, which may exceed its tokenizer's vocabulary; ConfigError without any."""
-    lm_head = model.get_output_embeddings()
-    if lm_head is None:
-        raise ConfigError(f"target {type(model).__name__} has no lm_head; expected a causal language model")
-    return lm_head.weight.shape[0]
-
-
-def token_counts(rows: Dataset, vocab_size: int) -> Tensor:
-    """Return the count of each token in the responses, [V]."""
-    counts_V = torch.zeros(vocab_size, dtype=torch.long)
-    for start in range(0, len(rows), ROWS_COUNTED):
-        part = rows[start : start + ROWS_COUNTED]
-        texts = zip(part["input_ids"], part.get("answers", part["spans"]), strict=True)
-        responses = [ids[start:end] for ids, spans in texts for start, end in spans]
-        counts_V += torch.bincount(torch.tensor(list(chain.from_iterable(responses))), minlength=vocab_size)
-    return counts_V
-
-
-def ends_of(target: LoadedTarget) -> frozenset[int]:
-    """Return the tokens that end a response of the target: the EOS of its tokenizer and of its configs."""
-    model, own = target.model, target.tokenizer.eos_token_id
-    ends = eos_tokens(model.config, getattr(model, "generation_config", None)) | {own if isinstance(own, int) else -1}
-    return ends & frozenset(range(logit_count(model)))
-
-
-def frequent_tokens(rows: Dataset, size: int, target: LoadedTarget, console: Console) -> list[int]:
-    """Return the `size` most frequent tokens of the responses, always with EOS, and print the share they cover."""
-    counts_V = token_counts(rows, logit_count(target.model))
-    ranked_V = counts_V.clone()
-    ranked_V[known_tokens(target.tokenizer) :] = -1
-    tokens = most_frequent(ranked_V, size, always=tuple(ends_of(target)))
-    say_coverage(counts_V, tokens, console)
-    return tokens
-
-
-def say_coverage(counts_V: Tensor, tokens: list[int], console: Console) -> None:
-    """Print which share of the responses a draft vocabulary covers; `counts_V`: see `token_counts`."""
-    covered = float(counts_V[tokens].sum() / counts_V.sum())
-    console.say(f"draft vocabulary: {len(tokens):,} of {len(counts_V):,} tokens, {covered:.2%} of the responses")
 
 
 def heldout_prompts(

@@ -4,7 +4,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from rich.table import Table
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
@@ -15,15 +17,13 @@ from draftsmith.heads.base import Drafter
 from draftsmith.metrics import acceptance_at, alpha, position_counts, tau
 from draftsmith.train.engine import reduced
 from draftsmith.train.launch import RunContext
-from draftsmith.train.learning_rates import decay_steps
-from draftsmith.train.recipe import Recipe
-from draftsmith.train.recipe_sections import EvaluationSection
+from draftsmith.train.process import Stopping
+from draftsmith.train.recipe_sections import EvaluationSection, TrainSection
 from draftsmith.train.step import Last, ReadImages, StepSums, response_tokens
 from draftsmith.train.training_data import TrainingData
 
 if TYPE_CHECKING:  # the decoder is imported by the first evaluation
     from draftsmith.decode.sequence import DecodeOutput
-    from draftsmith.train.recorder import Record
 
 
 def _alpha(outputs: "Sequence[DecodeOutput]") -> float:
@@ -92,9 +92,9 @@ def evaluate_drafter(
     return {name: metric(outputs) for name, metric in METRICS.items()}
 
 
-def validation_rows(recipe: Recipe, data: TrainingData) -> list[int]:
-    """Return the indices of the validation rows, without those that the recipe excludes."""
-    return [row for row in range(data.trained, len(data.rows)) if row not in recipe.data.exclude_rows]
+def validation_rows(data: TrainingData, excluded: Sequence[int]) -> list[int]:
+    """Return the indices of the validation rows, without those that are excluded."""
+    return [row for row in range(data.trained, len(data.rows)) if row not in excluded]
 
 
 @torch.no_grad()
@@ -106,7 +106,8 @@ def validate(
     last: Last,
     *,
     batch: Callable[[list[int]], Batch],
-    record: "Record",
+    stopping: Stopping,
+    meet: Callable[[], None],
 ) -> dict[str, Any] | None:
     """Return the mean objective, alpha and top-1 agreement over the validation rows, the same on all processes.
 
@@ -115,8 +116,9 @@ def validate(
     Args:
         batch: returns the rows of these indices.
         module: the step in its engine.
+        meet: waits for all processes, which then agree in `stopping` on whether to continue.
     """
-    rows, settings, stopping = validation_rows(context.recipe, data), context.recipe.train, record.stopping
+    rows, settings = validation_rows(data, context.recipe.data.exclude_rows), context.recipe.train
     shares, share = context.text_share
     size = settings.batch_size // (shares * settings.gradient_accumulation)
     totals: dict[str, StepSums] = {}
@@ -132,7 +134,7 @@ def validate(
         sums: StepSums = module(batch(mine or [rows[0]]), step / settings.steps, last)
         sums = StepSums(*(value if mine else torch.zeros_like(value) for value in sums))
         totals[label] = sums.plus(totals.get(label))
-        record.meet()
+        meet()
         if stopping.agreed is not None:
             break
     module.train()
@@ -167,7 +169,7 @@ def _batches(data: TrainingData, rows: list[int], size: int) -> Iterator[tuple[s
 
 
 def early_end(
-    recipe: Recipe, metrics: Sequence[Mapping[str, Any]], step: int, decaying: bool
+    settings: TrainSection, metrics: Sequence[Mapping[str, Any]], step: int, decaying: bool
 ) -> tuple[int, str] | None:
     """Return the run's last step by its evaluations up to `step`, and why; None where it continues as planned.
 
@@ -175,7 +177,7 @@ def early_end(
     """
     from draftsmith.eval.learning_curve import LearningCurve  # few runs need it
 
-    target, window = recipe.train.target_tau, recipe.train.patience
+    target, window = settings.target_tau, settings.patience
     curve = LearningCurve.of(metrics)
     if curve is not None and target is not None and curve.last().interval[0] >= target:
         return step, f"tau {curve.last()} has reached train.target_tau={target:g}"
@@ -184,5 +186,48 @@ def early_end(
         return None
     reason = f"tau has stopped rising: {rise.value:+.2f} [{rise.interval[0]:.2f}, {rise.interval[1]:.2f}] "
     reason += f"from {window} evaluations to the next {window}"
-    last = step + decay_steps(recipe) if recipe.train.schedule == "wsd" else step
-    return None if last >= recipe.train.steps else (last, reason)
+    last = step + settings.decay_steps if settings.schedule == "wsd" else step
+    return None if last >= settings.steps else (last, reason)
+
+
+def by_source(data: TrainingData, row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return samples, trained tokens, tau of held-out prompts and alpha in validation by source, as far as known.
+
+    `row`: that of an evaluation in `metrics.jsonl`.
+    """
+    from draftsmith.eval.learning_curve import LearningCurve  # the measurement: loaded at the end alone
+
+    numbers: dict[str, dict[str, Any]] = {
+        label: {"samples": samples, "trained_tokens": tokens} for label, (samples, tokens) in data.counts.items()
+    }
+    for label in dict.fromkeys(data.heldout_sources):
+        held = [number for number, own in enumerate(data.heldout_sources) if own == label]
+        tokens_P, rounds_P = (np.array(row["evaluation"][name], dtype=float)[held] for name in ("tokens", "rounds"))
+        numbers.setdefault(label, {})["prompts"] = len(held)
+        if rounds_P.any():
+            measured = LearningCurve(tokens_P[None], rounds_P[None]).last()
+            numbers[label] |= {"tau": measured.value, "interval": measured.interval}
+    for label, alpha_K in row.get("validation", {}).get("alpha_by_source", {}).items():
+        numbers[label]["validation_alpha"] = alpha_K
+    return numbers
+
+
+def table_by_source(numbers: Mapping[str, Mapping[str, Any]], step: int) -> Table:
+    """Return the numbers of `by_source` as a table; `step`: that of the evaluation."""
+    table = Table(title=f"By source, step {step}: trained; tau of held-out prompts; alpha in validation")
+    table.add_column("source", overflow="fold")
+    for column in ("samples", "tokens", "prompts", "tau", "alpha"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for label, own in numbers.items():
+        counts = (f"{own[name]:,}" if name in own else "" for name in ("samples", "trained_tokens", "prompts"))
+        table.add_row(
+            label, *counts, _tau_of(own), f"{own['validation_alpha'][0]:.3f}" if "validation_alpha" in own else ""
+        )
+    return table
+
+
+def _tau_of(own: Mapping[str, Any]) -> str:
+    if "tau" not in own:
+        return ""
+    low, high = own["interval"]
+    return f"{own['tau']:.2f}" + (f" [{low:.2f}, {high:.2f}]" if own["prompts"] > 1 else "")

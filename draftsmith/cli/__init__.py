@@ -30,7 +30,7 @@ from draftsmith.names import require_free_port
 from draftsmith.option_fields import Option
 from draftsmith.storage import require_folder
 from draftsmith.terminal import printable, quiet_imports
-from draftsmith.train.machines import machine_named, room_on
+from draftsmith.train.estimate.gpus import machine_named, room_on
 
 
 class _Interrupted(Exception):
@@ -106,7 +106,7 @@ def train(
     overrides: OverridesArgument = None,
 ) -> None:
     """Train a drafter in this process. Several processes: accelerate launch -m draftsmith.train RECIPE."""
-    from draftsmith.train.launch_variables import launch_variables
+    from draftsmith.train.process import launch_variables
 
     launch_variables()  # before torch is loaded
     checked = checked_recipe(recipe, overrides)
@@ -149,16 +149,15 @@ def memory(settings: Memory, as_json: Json = False) -> None:
     checked.require_divisible(processes)
     machine, target = None if settings.on is None else machine_named(settings.on), checked.target
     typer.echo(printable(f"{checked.name}: loading torch"), err=True)
-    from draftsmith.distill.load_target import load_tokenizer
     from draftsmith.heads.formats.writers import unserved
-    from draftsmith.train.launch import precision
-    from draftsmith.train.memory_estimate import MemoryEstimate, estimate_memory
+    from draftsmith.train.estimate.memory import MemoryEstimate, estimate_memory
+    from draftsmith.train.estimate.time import SERVED, estimate_work, fitting_overrides, fitting_sentence
     from draftsmith.train.recipe import load_recipe
-    from draftsmith.train.time_estimate import SERVED, estimate_work, fitting_overrides, fitting_sentence
+    from draftsmith.train.step import precision
 
-    _, config = load_tokenizer(target.model, revision=target.revision, trust_remote_code=target.trust_remote_code)
+    _, config = target.load_tokenizer()
     # All machines in the table compute bf16 in hardware, even if this one does not.
-    bf16 = precision(checked) == "bf16" or (machine is not None and checked.train.mixed_precision == "auto")
+    bf16 = precision(checked.train) == "bf16" or (machine is not None and checked.train.mixed_precision == "auto")
 
     @cache
     def estimated(*more: str) -> MemoryEstimate:

@@ -10,7 +10,7 @@ from draftsmith.cli.options import CONTINUES, checked_recipe, interruptible, sug
 from draftsmith.distill.data_section import SELF, Prompts, SourceSection
 from draftsmith.errors import ConfigError
 from draftsmith.reading import assignment
-from draftsmith.train.prepare_settings import Preview, Regeneration
+from draftsmith.train.data_settings import Preview, Regeneration
 
 data_app = typer.Typer(
     help="Preview samples, sample responses from a target, prepare a recipe's data.", no_args_is_help=True
@@ -22,7 +22,7 @@ data_app = typer.Typer(
 def data_preview(settings: Preview) -> None:
     """Show samples with their trained tokens highlighted, and the distribution of lengths."""
     from draftsmith.distill.sources import has_answers
-    from draftsmith.train.prepare import preview
+    from draftsmith.train.data_commands import preview
 
     def response(source: SourceSection) -> str:
         given = source.response or settings.response
@@ -49,7 +49,7 @@ def data_preview(settings: Preview) -> None:
 @with_settings
 def data_regenerate(settings: Regeneration) -> None:
     """Sample the target's response to every prompt; an interrupted command continues when it is run again."""
-    from draftsmith.train.prepare import regenerate
+    from draftsmith.train.data_commands import regenerate
 
     with interruptible(lambda: CONTINUES):
         regenerate(settings)
@@ -76,11 +76,11 @@ def data_prepare(
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, which override the file.")] = None,
 ) -> None:
     """Sample a recipe's responses and build its teacher cache without training."""
-    from draftsmith.train.launch_variables import launch_variables
+    from draftsmith.train.process import launch_variables
 
     launch_variables()  # before torch is loaded
     checked = checked_recipe(recipe, overrides)
-    from draftsmith.train.prepare import prepare
+    from draftsmith.train.data_commands import prepare
 
     with interruptible(lambda: CONTINUES):
         prepare(checked)

@@ -12,7 +12,6 @@ from typing import Any
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.data_section import require_client
 from draftsmith.distill.detokenize import text_after
-from draftsmith.distill.load_target import load_ends, load_target, load_tokenizer
 from draftsmith.distill.server.answers import bare
 from draftsmith.distill.server.client import RequestFailed
 from draftsmith.errors import ConfigError
@@ -315,8 +314,8 @@ def check_server(
     require_client()
     if rows.images:
         raise ConfigError("prompts with images; expected text, which a server is asked with")
-    tokenizer, config = load_tokenizer(settings.target, trust_remote_code=settings.trust_remote_code)
-    ends = load_ends(settings.target, trust_remote_code=settings.trust_remote_code)
+    tokenizer, config = settings.target_section.load_tokenizer()
+    ends = settings.target_section.load_ends()
     if isinstance(tokenizer.eos_token_id, int):
         ends |= {tokenizer.eos_token_id}
     chat = Chat(tokenizer, settings.chat_template, settings.template_options, ends=ends)
@@ -333,12 +332,7 @@ def check_server(
         stack.enter_context(server.journal)
         if settings.baseline is None:
             with stage("loading the target"):
-                loaded = load_target(
-                    settings.target,
-                    dtype=settings.dtype,
-                    attn_implementation=settings.attn_implementation,
-                    trust_remote_code=settings.trust_remote_code,
-                ).model
+                loaded = settings.target_section.load().model
             reference, identity = Local(loaded, chat, settings.seed), model_fingerprint(loaded)
         else:
             other = (settings.baseline, settings.model, settings, chat, prompts, files[1])

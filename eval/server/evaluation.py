@@ -11,7 +11,6 @@ from rich.table import Table
 
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.data_section import is_address, require_client
-from draftsmith.distill.load_target import load_tokenizer
 from draftsmith.distill.server.client import served_at
 from draftsmith.errors import ConfigError
 from draftsmith.eval.compare import MATTER_SERVED
@@ -50,7 +49,7 @@ def measure_server(settings: ServedSettings, out: Path, *, overwrite: bool = Fal
     with hold_folder("out", out, discard=(JOURNAL, EVALUATION) if overwrite else ()):
         if (out / EVALUATION).exists():
             raise ConfigError(f"out={out} holds an eval.json; expected {ANOTHER}")
-        tokenizer, config = load_tokenizer(settings.target, trust_remote_code=settings.trust_remote_code)
+        tokenizer, config = settings.target_section.load_tokenizer()
         template, options = settings.chat_template, settings.template_options
         urls = [server.base_url, *settings.addresses[1:]]
         limits = [context_limit(config), *(served.context for served in served_at(urls, server.model))]

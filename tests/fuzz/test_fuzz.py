@@ -42,7 +42,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Material]:
     import draftsmith.eval.evaluation
     import draftsmith.eval.forecast.command
     import draftsmith.hub.export
-    import draftsmith.train.prepare
+    import draftsmith.train.data_commands
     import draftsmith.train.trainer
 
     root = tmp_path_factory.mktemp("fuzz")
@@ -52,7 +52,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Material]:
         for module in (draftsmith.distill.load_target, draftsmith.hub.export):  # the real one is slower
             patch.setattr(module, "embedded_target", lambda *_: root / "target")
         # A run goes on whatever fails in its estimate of memory; `draftsmith memory` is among the commands.
-        patch.setattr("draftsmith.train.memory_estimate.announce_memory", lambda context: None)
+        patch.setattr("draftsmith.train.estimate.memory.announce_memory", lambda context: None)
         torch.set_num_threads(1)
         yield make(root, main)
 

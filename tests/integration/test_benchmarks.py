@@ -16,6 +16,7 @@ from draftsmith.heads import HEADS
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.train import trainer
 from draftsmith.train.progress import PARTS
+from draftsmith.train.recipe_sections import TrainSection
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
@@ -164,8 +165,8 @@ def test_equal_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     runs = ("--run", "heads medusa/embedded", "--run", "mtp mtp/embedded train.draft_length=2")
     arguments = ["equal_time.py", "--seconds", "0.001", "--out", str(tmp_path), *runs, "--common", *few.split()]
     monkeypatch.setattr(sys, "argv", arguments)
-    for name in ("TrainingRun", "learning_rate"):
-        monkeypatch.setattr(trainer, name, getattr(trainer, name))  # which the script replaces
+    for owner, name in ((trainer, "TrainingRun"), (TrainSection, "rate")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # which the script replaces
     run_path(str(SCRIPTS / "equal_time.py"), run_name="__main__")
     rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     assert [[cell.strip() for cell in row[:2]] for row in rows] == [["heads", "1"], ["mtp", "1"]]

@@ -128,9 +128,8 @@ def test_a_run_ends_with_its_numbers_by_source(
         assert own["tau"] == row["evaluation"]["tau_by_source"][str(file)] == pytest.approx(tokens / rounds)
         others = [index for index in held if data.rows[index]["source"] != number]
         alone = run_of(recipe_file, tmp_path / name, *mixed, f"data.exclude_rows={others}")
-        validated = validate(
-            alone.context, alone.engine.module, alone.data, 0, alone.last, batch=alone.batch, record=alone.record
-        )
+        own = {"batch": alone.batch, "stopping": alone.stopping, "meet": alone.record.meet}
+        validated = validate(alone.context, alone.engine.module, alone.data, 0, alone.last, **own)
         assert validated is not None
         assert "alpha_by_source" not in validated
         assert rows[0]["validation"]["alpha_by_source"][str(file)] == pytest.approx(validated["alpha"], rel=1e-5)

@@ -33,8 +33,7 @@ from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, load_drafter, save_drafter
 from draftsmith.hub.export import export_drafter
 from draftsmith.train import trainer as loop
-from draftsmith.train.continuation import with_section
-from draftsmith.train.learning_rates import with_rate
+from draftsmith.train.models import with_rate, with_section
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.run_folder import read_metrics
 
@@ -186,7 +185,7 @@ def test_keys_that_contradict_a_published_folder_are_refused(
     """Before the target's weights are loaded."""
     folder = written(tmp_path / "published", *zlab_dflash(six_layers()))
     given = [f"target.model={target}", f"start_from={folder}", f"output={tmp_path}/out", change]
-    monkeypatch.setattr("draftsmith.train.run_parts.load_target", None)
+    monkeypatch.setattr("draftsmith.distill.load_target.load_target", None)
     with pytest.raises(ConfigError, match=re.escape(CONTRADICTED[change])):
         loop.train(load_recipe("continue/any_prompts", [*given, f"data.prompts={__file__[:-3]}.nosuch"]))
 

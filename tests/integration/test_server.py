@@ -19,9 +19,9 @@ from draftsmith.cli import main
 from draftsmith.distill.load_target import load_target
 from draftsmith.distill.server.responses import request_seed
 from draftsmith.errors import ConfigError
-from draftsmith.train import prepare as module
+from draftsmith.train import data_commands as module
 from draftsmith.train import trainer
-from draftsmith.train.prepare import prepare
+from draftsmith.train.data_commands import prepare
 from draftsmith.train.recipe import load_recipe
 
 

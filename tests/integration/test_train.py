@@ -31,9 +31,9 @@ from transformers import (
 from draftsmith import SpeculativeDecoder, load_drafter
 from draftsmith.distill.load_target import load_target
 from draftsmith.errors import ConfigError
-from draftsmith.train import run_parts as drafters
+from draftsmith.train import models
 from draftsmith.train import trainer as loop
-from draftsmith.train.memory_estimate import announce_memory
+from draftsmith.train.estimate.memory import announce_memory
 from draftsmith.train.placement import placement_of
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.run_folder import read_metrics
@@ -234,7 +234,7 @@ def test_what_fits_no_target_is_refused_before_any_sampling(
     tiny_tokenizer: PreTrainedTokenizerFast,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(drafters, "prepare_data", lambda *arguments: pytest.fail("work began"))
+    monkeypatch.setattr(models, "prepare_data", lambda *arguments: pytest.fail("work began"))
     other = tmp_path / "other"
     AutoModelForCausalLM.from_pretrained(tmp_path / "tiny-target").save_pretrained(other)
     tiny_tokenizer.add_tokens(["<extra>"])
@@ -444,7 +444,9 @@ def test_variables_of_an_ended_launch_are_named(recipe_file: Path, tmp_path: Pat
 def test_bad_files_stop_a_run_before_the_target_is_loaded(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drafters, "load_target", lambda *_, **__: pytest.fail("loaded the target first"))
+    monkeypatch.setattr(
+        "draftsmith.distill.load_target.load_target", lambda *_, **__: pytest.fail("loaded the target first")
+    )
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "ab"}\n{"prompt": 3}\n')
     with pytest.raises(ConfigError, match=r"prompts\.jsonl:2"):
@@ -520,7 +522,7 @@ def test_compiling_needs_a_compiler(recipe_file: Path, tmp_path: Path, monkeypat
 def test_a_run_says_what_memory_it_will_take_and_took(
     recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("draftsmith.train.memory_estimate.announce_memory", announce_memory)
+    monkeypatch.setattr("draftsmith.train.estimate.memory.announce_memory", announce_memory)
     loop.train(load_recipe(str(recipe_file), ["train.steps=2", "evaluation.count=1"]))
     said = " ".join(capsys.readouterr().err.split())
     assert re.search(

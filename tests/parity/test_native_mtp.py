@@ -32,7 +32,7 @@ from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.heads.layers import layer_config
 from draftsmith.heads.mtp import Mtp
 from draftsmith.hub.export import export_drafter, import_from
-from draftsmith.train.memory_estimate import estimate_memory
+from draftsmith.train.estimate.memory import estimate_memory
 from draftsmith.train.recipe import parse_recipe
 
 HEAD, DEPTH = 16, 4

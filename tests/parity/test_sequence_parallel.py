@@ -19,8 +19,8 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS, unrolled_attention
 from draftsmith.heads.hidden_states import document_numbers
 from draftsmith.heads.sequence_part import SequencePart
+from draftsmith.train.models import check_target
 from draftsmith.train.recipe import parse_recipe
-from draftsmith.train.run_parts import check_target
 from draftsmith.train.step import AgreementStep, Last
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}

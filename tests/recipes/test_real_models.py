@@ -15,8 +15,8 @@ from draftsmith import SpeculativeDecoder, load_drafter
 from draftsmith.cli import main as command
 from draftsmith.distill.load_target import decoder_class, load_target
 from draftsmith.train.__main__ import main
-from draftsmith.train.machines import MACHINES
-from draftsmith.train.memory_estimate import estimate_memory
+from draftsmith.train.estimate.gpus import MACHINES
+from draftsmith.train.estimate.memory import estimate_memory
 from draftsmith.train.recipe import load_recipe, shipped_recipes
 from draftsmith.train.run_folder import read_metrics
 

@@ -12,7 +12,7 @@ from draftsmith.distill.losses import LOSSES
 from draftsmith.distill.objective import Objective
 from draftsmith.heads.base import DraftStates, TeacherSignals
 from draftsmith.heads.lm_head import LogitsHead, LogitsMap
-from draftsmith.train.fake_run import LiveBytes
+from draftsmith.train.estimate.fake_run import LiveBytes
 
 SUMMED = [kind for kind in LOSSES if kind != "accepted_length"]
 

@@ -387,8 +387,7 @@ def test_the_attention_implementation_reaches_the_loader(
         given.append(attn_implementation)
         raise KeyboardInterrupt
 
-    for module in ("eval.session", "train.prepare"):
-        monkeypatch.setattr(f"draftsmith.{module}.load_target", load_target)
+    monkeypatch.setattr("draftsmith.distill.load_target.load_target", load_target)
     prompts = {"generate": ["a"], "data regenerate": ["embedded"]}
     call = [*command.split(), *prompts.get(command, []), "--target", "embedded", "--drafter", "suffix"]
     call += [] if command == "generate" else ["--out", str(tmp_path / "out"), "--count", "1"]

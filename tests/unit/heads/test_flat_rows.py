@@ -16,7 +16,7 @@ from draftsmith.heads.base import FINAL
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.flat_rows import NAME, flat_rows, read_flat, reading_rows, recompute_activations
 from draftsmith.heads.hidden_states import document_numbers, final_states
-from draftsmith.train.fake_run import Operations
+from draftsmith.train.estimate.fake_run import Operations
 
 LENGTHS = [[9, 1, 12], [16, 3], [12], [40]]
 """Of the documents of each row, some as long as others."""

@@ -12,7 +12,7 @@ from draftsmith.heads import Eagle3, read_positions
 from draftsmith.heads.base import TeacherSignals
 from draftsmith.heads.hidden_states import document_positions
 from draftsmith.heads.read_positions import ReadPositions
-from draftsmith.train.fake_run import Operations
+from draftsmith.train.estimate.fake_run import Operations
 from draftsmith.train.step import collate
 
 WHOLE = ("draft_model", "dflash", "dspark")

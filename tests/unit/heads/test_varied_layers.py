@@ -11,7 +11,7 @@ from draftsmith.heads import HEADS
 from draftsmith.heads.draft_model import DraftModel, EarlyExit
 from draftsmith.heads.layers import layer_config
 from draftsmith.heads.model_config import layer_value
-from draftsmith.train.memory_estimate import cache_bytes
+from draftsmith.train.estimate.memory import cache_bytes
 from draftsmith.train.recipe import parse_recipe
 
 CLASSES = model_classes()

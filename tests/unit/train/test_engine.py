@@ -79,9 +79,9 @@ def test_settings_of_the_launch_that_are_not_used_are_named(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     recipe = load_recipe(str(recipe_file), ["train.mixed_precision=bf16", "train.gradient_accumulation=2"])
-    assert launching.unused_settings(recipe) == expected
-    monkeypatch.setattr(launching, "bf16_is_fast", lambda device: False)
-    lines = launching.unused_settings(load_recipe(str(recipe_file), ["train.mixed_precision=auto"]))
+    assert launching.unused_settings(recipe.train) == expected
+    monkeypatch.setattr("draftsmith.train.step.bf16_is_fast", lambda device: False)
+    lines = launching.unused_settings(load_recipe(str(recipe_file), ["train.mixed_precision=auto"]).train)
     given = environment.get("ACCELERATE_MIXED_PRECISION", "no")
     auto = f"launch: mixed_precision={given} is not used; the recipe has train.mixed_precision=auto, here no"
     assert (auto in lines) == (given != "no")

@@ -17,10 +17,10 @@ from draftsmith.heads.initial_weights import InputSizes
 from draftsmith.heads.medusa import Medusa
 from draftsmith.train.first_batch import start_drafter
 from draftsmith.train.launch import RunContext, make_accelerator
+from draftsmith.train.models import load_parts
 from draftsmith.train.optimizers import MEASURED_TOTAL, OPTIMIZERS, Trained
 from draftsmith.train.recipe import Recipe, load_recipe
 from draftsmith.train.run_folder import read_metrics
-from draftsmith.train.run_parts import load_parts
 from draftsmith.train.step import collate
 from draftsmith.train.trainer import train
 
@@ -83,14 +83,14 @@ def test_the_start_does_not_depend_on_the_random_numbers_before(recipe_file: Pat
     options = ["drafter.block_size=4", "drafter.anchors=2", "drafter.layers=[1,2]", "drafter.draft_vocab_size=20"]
     recipe = recipe_of(recipe_file, "dflash", tmp_path / "run", *options)
     context = RunContext.of(recipe, make_accelerator(recipe, tmp_path / "run"))
-    parts, started = load_parts(context), list[dict[str, Tensor]]()
+    (_, built, data, teacher), started = load_parts(context), list[dict[str, Tensor]]()
     for seed in range(2):
         torch.manual_seed(seed)
-        drafter = deepcopy(parts.drafter)
-        batch = partial(collate, parts.data.rows, device=torch.device("cpu"))
-        start_drafter(recipe, drafter, parts.teacher, parts.data, lambda rows, batch=batch: batch(rows))
+        drafter = deepcopy(built)
+        batch = partial(collate, data.rows, device=torch.device("cpu"))
+        start_drafter(recipe, drafter, teacher, data, lambda rows, batch=batch: batch(rows))
         started.append(drafter.state_dict())
-    assert any(not torch.equal(weight, parts.drafter.state_dict()[name]) for name, weight in started[0].items())
+    assert any(not torch.equal(weight, built.state_dict()[name]) for name, weight in started[0].items())
     for name, weight in started[0].items():
         assert torch.equal(weight, started[1][name]), name
 

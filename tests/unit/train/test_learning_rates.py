@@ -6,13 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from draftsmith.heads.configs import DRAFTERS
-from draftsmith.train.learning_rates import (
-    TRAINED,
-    default_rate,
-    described,
-    with_rate,
-)
+from draftsmith.heads.configs import DRAFTERS, TRAINED
+from draftsmith.train.models import described, with_rate
 from draftsmith.train.recipe import Recipe, load_recipe, parse_recipe, shipped_recipes
 from draftsmith.train.run_folder import read_metrics
 from draftsmith.train.trainer import train
@@ -28,7 +23,7 @@ def recipe_of(kind: str = "medusa", train: dict | None = None, **values: object)
 @pytest.mark.parametrize("name", [name for name in shipped_recipes() if name.endswith("any_prompts")])
 def test_recipes_for_any_target_leave_the_rate_to_the_table(name: str) -> None:
     recipe = load_recipe(name)
-    rate = default_rate(recipe, 192)
+    rate = recipe.default_rate(192)
     assert (recipe.train.optimizer, recipe.train.learning_rate) == ("muon", None)
     assert with_rate(recipe).train.learning_rate == rate, "of the embedded target's width"
 
@@ -54,12 +49,12 @@ def test_given_keys_win_one_by_one() -> None:
 
 def test_rates_go_with_the_width() -> None:
     medusa, draft = recipe_of(), recipe_of("draft_model")
-    assert [default_rate(medusa, width) for width in (64, 256, 512, 4096)] == [2e-2, 2e-2, 1e-2, 1.3e-3]
-    assert [default_rate(draft, width) for width in (64, 128, 256, 4096)] == [1.2e-2, 6e-3, 3e-3, 1.9e-4]
+    assert [medusa.default_rate(width) for width in (64, 256, 512, 4096)] == [2e-2, 2e-2, 1e-2, 1.3e-3]
+    assert [draft.default_rate(width) for width in (64, 128, 256, 4096)] == [1.2e-2, 6e-3, 3e-3, 1.9e-4]
     for kind in ("eagle", "hass", "mtp", "dflash"):
-        assert [default_rate(recipe_of(kind), width) for width in (64, 256, 576)] == [4e-2, 1e-2, 4.4e-3]
+        assert [recipe_of(kind).default_rate(width) for width in (64, 256, 576)] == [4e-2, 1e-2, 4.4e-3]
     adamw = recipe_of(train={"optimizer": "adamw"})
-    assert [default_rate(adamw, width) for width in (64, 256, 4096)] == [1.2e-2, 3e-3, 1.9e-4]
+    assert [adamw.default_rate(width) for width in (64, 256, 4096)] == [1.2e-2, 3e-3, 1.9e-4]
 
 
 def test_deepspeed_has_adamw_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +76,7 @@ def test_deepspeed_has_adamw_by_default(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_trained_weights_get_a_rate_of_their_own(recipe: Recipe) -> None:
-    assert default_rate(recipe, 256) == TRAINED.muon
+    assert recipe.default_rate(256) == TRAINED.muon
     assert "with trained weights" in described(with_rate(recipe), 256)
 
 
@@ -99,7 +94,7 @@ def test_the_default_is_told_stored_and_resumed_exactly(
     """As if killed after step 8."""
     file = silent(recipe_file)
     whole, cut = (load_recipe(file, [f"output={tmp_path / name}"]) for name in ("whole", "cut"))
-    expected = default_rate(whole, TINY)
+    expected = whole.default_rate(TINY)
     folders = [train(recipe) for recipe in (whole, cut)]
     assert (
         f"optimizer: muon, rate {expected:g} (the default for draft_model at width {TINY})" in capsys.readouterr().err

@@ -16,12 +16,12 @@ from draftsmith.distill.hidden_state_cache import CachedTeacher, SignalCache
 from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads import HEADS
-from draftsmith.train import memory_estimate as memory
-from draftsmith.train.fake_run import DryStep, LiveBytes
+from draftsmith.train.estimate import memory
+from draftsmith.train.estimate.fake_run import DryStep, LiveBytes
+from draftsmith.train.models import new_drafter
 from draftsmith.train.progress import in_units
 from draftsmith.train.recipe import Recipe, parse_recipe
-from draftsmith.train.run_parts import make_step, new_drafter
-from draftsmith.train.step import Teacher
+from draftsmith.train.step import Teacher, make_step
 
 WIDE = {"vocab_size": 700, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
 PROMPT, RESPONSE, ROWS = 40, 56, 8

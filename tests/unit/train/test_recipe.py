@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from draftsmith.errors import ConfigError
-from draftsmith.train.learning_rates import learning_rate
 from draftsmith.train.recipe import load_recipe, parse_recipe
 from draftsmith.train.run_folder import append_metrics, check_output, claim_output, read_metrics, restart_metrics
 
@@ -99,7 +98,7 @@ def test_files_and_overrides(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"did you mean medusa/any_prompts\?"):
         load_recipe("medusa/any_prompt")
     for section in ({}, {"drafter": {"num_heads": 3}}, {"drafter": {"type": None}}):
-        with pytest.raises(ConfigError, match=r"drafter\.type is missing; expected one of draft_model, medusa, hydra"):
+        with pytest.raises(ConfigError, match=r"drafter\.type is missing; expected one of draft_model, medusa, eagle"):
             parse_recipe({"name": "x", "output": "y", **section}, "here")
 
 
@@ -132,7 +131,7 @@ def test_a_draft_longer_than_the_drafter_can_propose_is_refused() -> None:
 
 def test_the_rate_warms_up_and_falls() -> None:
     recipe = parse_recipe({**BASE, "train": {"steps": 100, "learning_rate": 1.0, "warmup_fraction": 0.1}}, "here")
-    rates = [learning_rate(recipe, step) for step in range(100)]
+    rates = [recipe.train.rate(step) for step in range(100)]
     assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
     assert max(rates) == 1.0
     assert rates[9:] == sorted(rates[9:], reverse=True)
@@ -141,7 +140,7 @@ def test_the_rate_warms_up_and_falls() -> None:
 
 def _rates(**train: Any) -> list[float]:
     recipe = parse_recipe({**BASE, "train": {"steps": 100, "learning_rate": 1.0, "warmup_fraction": 0.1, **train}}, "")
-    return [learning_rate(recipe, step) for step in range(100)]
+    return [recipe.train.rate(step) for step in range(100)]
 
 
 def test_schedules() -> None:

@@ -16,8 +16,7 @@ from draftsmith.heads import HEADS, DraftModel, Medusa, TrainableDrafter
 from draftsmith.train.optimizers import OPTIMIZERS, Optimizers, Trained
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.recipe_sections import CotrainSection
-from draftsmith.train.run_parts import make_step
-from draftsmith.train.step import AgreementStep, CotrainStep, Last, collate
+from draftsmith.train.step import AgreementStep, CotrainStep, Last, collate, make_step
 
 CPU = torch.device("cpu")
 ROWS = Dataset.from_list(

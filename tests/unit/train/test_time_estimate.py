@@ -8,11 +8,11 @@ from conftest import make_llama
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, T5Config, T5ForConditionalGeneration
 
 from draftsmith.errors import ConfigError
-from draftsmith.train.fake_run import Operations, dry_step
-from draftsmith.train.machines import MACHINES, machine_named
-from draftsmith.train.memory_estimate import estimate_memory
+from draftsmith.train.estimate.fake_run import Operations, dry_step
+from draftsmith.train.estimate.gpus import MACHINES, machine_named
+from draftsmith.train.estimate.memory import estimate_memory
+from draftsmith.train.estimate.time import estimate_work, fitting_overrides, in_hours
 from draftsmith.train.recipe import Recipe, parse_recipe
-from draftsmith.train.time_estimate import estimate_work, fitting_overrides, in_hours
 
 SHAPES = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 40, "num_hidden_layers": 2}
 SHAPES |= {"num_attention_heads": 2, "num_key_value_heads": 1}

@@ -17,10 +17,11 @@ from draftsmith.distill.objective import Objective
 from draftsmith.heads.model_config import eos_tokens
 from draftsmith.train import trainer
 from draftsmith.train.launch import make_accelerator
+from draftsmith.train.models import ROWS_COUNTED, frequent_tokens
 from draftsmith.train.progress import Console
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.step import batch_indices, collate, response_tokens
-from draftsmith.train.training_data import ROWS_COUNTED, chat_of, frequent_tokens
+from draftsmith.train.training_data import chat_of
 
 ROWS = Dataset.from_list(
     [{"input_ids": [9, 8, 7, 6, 5], "spans": [[2, 5]]}, {"input_ids": [4, 3, 2], "spans": [[1, 3]]}]

@@ -48,27 +48,27 @@ def _rows(*taus: float) -> list[dict[str, Any]]:
 
 def test_a_run_ends_when_tau_has_stopped_rising() -> None:
     recipe = _recipe(patience=2)
-    assert early_end(recipe, _rows(1.0, 1.5, 2.0, 2.1), 30, decaying=False) is None
-    assert early_end(recipe, _rows(2.0, 2.0, 2.0), 20, decaying=False) is None, "too early to say"
-    end = early_end(recipe, _rows(1.0, 2.0, 2.1, 2.0, 2.1), 40, decaying=False)
+    assert early_end(recipe.train, _rows(1.0, 1.5, 2.0, 2.1), 30, decaying=False) is None
+    assert early_end(recipe.train, _rows(2.0, 2.0, 2.0), 20, decaying=False) is None, "too early to say"
+    end = early_end(recipe.train, _rows(1.0, 2.0, 2.1, 2.0, 2.1), 40, decaying=False)
     assert end == (40, "tau has stopped rising: +0.00 [0.00, 0.00] from 2 evaluations to the next 2")
 
 
 def test_a_stable_run_decays_first_if_there_is_time() -> None:
     rows = _rows(2.0, 2.0, 2.0, 2.0)
     recipe = _recipe(patience=2, schedule="wsd", decay_fraction=0.2)
-    end = early_end(recipe, rows, 30, decaying=False)
+    end = early_end(recipe.train, rows, 30, decaying=False)
     assert end is not None
     assert end[0] == 50
-    assert early_end(recipe, rows, 30, decaying=True) is None
-    assert early_end(recipe, rows, 80, decaying=False) is None, "the decay has begun anyway"
+    assert early_end(recipe.train, rows, 30, decaying=True) is None
+    assert early_end(recipe.train, rows, 80, decaying=False) is None, "the decay has begun anyway"
 
 
 def test_a_run_ends_when_the_interval_of_tau_is_above_the_goal() -> None:
     rows = _rows(1.0, 3.0)  # the last interval is [2.9, 3.1]
-    assert early_end(_recipe(target_tau=3.0), rows, 10, decaying=False) is None
+    assert early_end(_recipe(target_tau=3.0).train, rows, 10, decaying=False) is None
     for decaying in (False, True):
-        end = early_end(_recipe(target_tau=2.9), rows, 10, decaying)
+        end = early_end(_recipe(target_tau=2.9).train, rows, 10, decaying)
         assert end is not None
         assert end == (10, "tau 3.00 [2.90, 3.10] has reached train.target_tau=2.9")
 

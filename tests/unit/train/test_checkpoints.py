@@ -11,15 +11,8 @@ from torch import nn
 from draftsmith import storage
 from draftsmith.errors import DraftsmithError
 from draftsmith.storage import clear_leftovers, write_text
+from draftsmith.train.checkpoints import HASHES, STATE, Progress, load_from, load_state, save_state
 from draftsmith.train.engine import Engine
-from draftsmith.train.training_state import (
-    HASHES,
-    STATE,
-    Progress,
-    load_from,
-    load_state,
-    save_state,
-)
 
 
 def _engine(module: nn.Module, optimizer: torch.optim.Optimizer) -> Engine:

@@ -7,6 +7,7 @@ from pydantic import ValidationInfo, model_validator
 
 from draftsmith.config import Section, Seed
 from draftsmith.distill.data_section import SELF, DataSection, for_each_source, read_sources_option
+from draftsmith.distill.target_section import TargetSection
 from draftsmith.errors import ConfigError
 from draftsmith.eval.settings import WRITTEN, check_drafters, require_cached_drafters
 from draftsmith.names import (
@@ -19,7 +20,6 @@ from draftsmith.names import (
 )
 from draftsmith.option_fields import Option, Options, assignments
 from draftsmith.reading import parse_json
-from draftsmith.train.recipe_sections import TargetSection
 
 TARGET = Option("--target", required=True, check=check_target_name, hub=require_cached_without_hub)
 PROMPTS = Option(

@@ -33,10 +33,9 @@ from draftsmith.heads import TrainableDrafter
 from draftsmith.heads.base import TeacherSignals
 from draftsmith.heads.configs import is_named
 from draftsmith.heads.sequence_part import SequencePart
-from draftsmith.train.continuation import stored_drafter
+from draftsmith.train.models import check_target, new_drafter, stored_drafter
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.run_parts import check_target, make_step, new_drafter
-from draftsmith.train.step import Last, Teacher
+from draftsmith.train.step import Last, Teacher, make_step
 
 # Shapes: B sequences, T positions, S positions of the source, H hidden size, V vocabulary, F features.
 

@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from draftsmith.errors import DraftsmithError
-from draftsmith.train import stopping as signals
-from draftsmith.train.stopping import Stopping, leave
+from draftsmith.train import process as signals
+from draftsmith.train.process import Stopping, leave
 
 
 def test_handlers_come_back() -> None:

@@ -11,15 +11,14 @@ from draftsmith.decode.cache.rollback import FIRST_SLOTS
 from draftsmith.distill.draft_probabilities import ROWS
 from draftsmith.distill.hidden_state_cache import DTYPES as SHARD_DTYPES
 from draftsmith.distill.hidden_state_cache import TOGETHER, stored_states
-from draftsmith.distill.load_target import DTYPES, load_tokenizer
+from draftsmith.distill.load_target import DTYPES
 from draftsmith.distill.quantization import saved_bytes
 from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.hidden_states import final_states, layer_lists
 from draftsmith.heads.model_config import layer_value
-from draftsmith.train.continuation import target_of
-from draftsmith.train.fake_run import (
+from draftsmith.train.estimate.fake_run import (
     LiveBytes,
     Operations,
     dry_step,
@@ -28,9 +27,11 @@ from draftsmith.train.fake_run import (
     starting_point,
     without_data,
 )
-from draftsmith.train.launch import RunContext, precision
+from draftsmith.train.launch import RunContext
+from draftsmith.train.models import target_of
 from draftsmith.train.progress import in_units
 from draftsmith.train.recipe import Recipe
+from draftsmith.train.step import precision
 
 LIBRARIES = 176 * 2**20
 """Bytes that libraries, kernels of oneDNN for each shape, and a tokenizer of `USUAL` tokens take on a CPU."""
@@ -193,7 +194,7 @@ def _moments(optimizers: list[torch.optim.Optimizer]) -> int:
 
 
 def _elsewhere(recipe: Recipe, target: PreTrainedModel, accelerated: bool, processes: int) -> int:
-    """Return the target's bytes that this process's device does not hold, see train/placement."""
+    """Return the target's bytes that this process's device does not hold, see train/placement.py."""
     offload = recipe.target.offload and accelerated
     if recipe.target.quantization is not None:
         return saved_bytes(target, recipe.target.quantization)
@@ -211,11 +212,8 @@ def _bytes(module: nn.Module) -> int:
 def announce_memory(context: RunContext) -> MemoryEstimate | None:
     """Print and return the estimate of a run before it loads anything; None where there is no estimate."""
     recipe, accelerator, console = context.recipe, context.accelerator, context.console
-    settings = recipe.target
     with accelerator.main_process_first():
-        _, config = load_tokenizer(
-            settings.model, revision=settings.revision, trust_remote_code=settings.trust_remote_code
-        )
+        _, config = recipe.target.load_tokenizer()
     if not console.visible:
         return None
     console.say("memory: computing what the run will take")
@@ -226,7 +224,7 @@ def announce_memory(context: RunContext) -> MemoryEstimate | None:
             device="cpu" if accelerator.device.type == "cpu" else str(accelerator.device),  # fake tensors know no cpu:0
             processes=accelerator.num_processes,
             sharded=accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED),
-            bf16=precision(recipe) == "bf16",
+            bf16=precision(recipe.train) == "bf16",
         )
     except ConfigError:
         return None  # the run itself reports it, on all processes

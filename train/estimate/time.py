@@ -12,10 +12,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.heads.model_config import text_config
-from draftsmith.train.continuation import target_of
-from draftsmith.train.fake_run import without_data
-from draftsmith.train.machines import MACHINES, room_on
-from draftsmith.train.memory_estimate import MemoryEstimate, cache_bytes, estimate_memory
+from draftsmith.train.estimate.fake_run import without_data
+from draftsmith.train.estimate.gpus import MACHINES, room_on
+from draftsmith.train.estimate.memory import MemoryEstimate, cache_bytes, estimate_memory
+from draftsmith.train.models import target_of
 from draftsmith.train.progress import in_units
 from draftsmith.train.recipe import Recipe
 

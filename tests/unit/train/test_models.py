@@ -14,10 +14,9 @@ from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.checkpoint import describe_target, save_drafter
+from draftsmith.train.models import frequent_tokens, make_drafter
 from draftsmith.train.progress import Console
 from draftsmith.train.recipe import parse_recipe
-from draftsmith.train.run_parts import make_drafter
-from draftsmith.train.training_data import frequent_tokens
 
 KEPT = [1, *range(2, 64, 2)]  # with EOS
 DRAFTERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [

@@ -16,7 +16,7 @@ from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.data_section import SELF, DataSection, ServerSection, with_written_prompts
 from draftsmith.distill.dataset import length_statistics
 from draftsmith.distill.detokenize import text_after
-from draftsmith.distill.load_target import LoadedTarget, load_ends, load_target, load_tokenizer
+from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.distill.messages import ASSISTANT
 from draftsmith.distill.mixture import of_source, read_sources
 from draftsmith.distill.regeneration import (
@@ -34,13 +34,11 @@ from draftsmith.option_fields import check_options
 from draftsmith.provenance import tokenizer_fingerprint
 from draftsmith.storage import hold_name, write_text, writing
 from draftsmith.terminal import Terminal
-from draftsmith.train.continuation import with_section
-from draftsmith.train.launch import RunContext, make_accelerator
-from draftsmith.train.preflight import preflight
-from draftsmith.train.prepare_settings import Preview, Regeneration
+from draftsmith.train.data_settings import Preview, Regeneration
+from draftsmith.train.launch import RunContext, make_accelerator, preflight
+from draftsmith.train.models import load_parts, with_section
 from draftsmith.train.progress import Console
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.run_parts import load_parts
 
 READ, TRAINED = "dim", "bold green"
 BRACKETS = ("⟦", "⟧")
@@ -51,9 +49,8 @@ def preview(settings: Preview) -> None:
     """Print the first samples with trained tokens marked, the number of samples left out, and statistics of lengths."""
     check_options(settings)
     data, target = settings.data, settings.target
-    trusted = target.trust_remote_code
-    tokenizer, config = load_tokenizer(target.model, trust_remote_code=trusted)
-    ends = load_ends(target.model, trust_remote_code=trusted)
+    tokenizer, config = target.load_tokenizer()
+    ends = target.load_ends()
     how = {"vocab_size": vocabulary_of(config), "encodes": config.is_encoder_decoder}
     chat = Chat(tokenizer, data.chat_template, data.template_options, ends=ends, **how)
     console = Terminal()
@@ -63,7 +60,7 @@ def preview(settings: Preview) -> None:
     if any(source.prompts == SELF for source in sources):
         few = {"count": max(1, settings.show)}  # the target takes seconds for each
         sources = [source.model_copy(update=few) if source.prompts == SELF else source for source in sources]
-        sources = _written(sources, load_target(target.model, trust_remote_code=trusted), chat, 0, notes.append)
+        sources = _written(sources, target.load(), chat, 0, notes.append)
     rows = read_sources(chat, sources, context_limit(config), notes.append)
     parts = [of_source(rows, number) for number in range(len(sources))] if len(sources) > 1 else [rows]
     shown = [part[index] for index in range(settings.show) for part in parts if index < len(part)]
@@ -136,9 +133,7 @@ def regenerate(settings: Regeneration) -> None:
 
 def _regenerate(settings: Regeneration) -> None:
     target, data, out = settings.target, settings.data, settings.out
-    loaded = load_target(
-        target.model, **target.model_dump(include={"dtype", "attn_implementation", "trust_remote_code"})
-    )
+    loaded = target.load()
     config = loaded.model.config
     chat = _chat(data, loaded.tokenizer, config, eos_tokens(config, loaded.model.generation_config))
     console = Console(True)
@@ -181,16 +176,16 @@ def _regenerate_from(server: ServerSection, settings: Regeneration) -> None:
     from draftsmith.distill.server.responses import ServerSampler, server_samples
 
     data, out = settings.data, settings.out
-    name, trusted = settings.target.model, settings.target.trust_remote_code
-    tokenizer, config = load_tokenizer(name, trust_remote_code=trusted)
+    target = settings.target
+    tokenizer, config = target.load_tokenizer()
     if config.is_encoder_decoder:
-        raise ConfigError(f"--server with {name}, an encoder-decoder; expected a decoder-only target")
-    chat = _chat(data, tokenizer, config, load_ends(name, trust_remote_code=trusted))
+        raise ConfigError(f"--server with {target.model}, an encoder-decoder; expected a decoder-only target")
+    chat = _chat(data, tokenizer, config, target.load_ends())
     console = Console(True)
     questions = _questions(chat, data.sources, context_limit(config), console)
-    sampler = ServerSampler(data, chat, settings.seed, context_limit(config), name)
+    sampler = ServerSampler(data, chat, settings.seed, context_limit(config), target.model)
     folder = out.with_name(f".{out.name}.{sampler.key(questions)}")
-    rows = server_samples(sampler, questions, console.say, partial(check_server, target=name), folder=folder)
+    rows = server_samples(sampler, questions, console.say, partial(check_server, target=target.model), folder=folder)
     source, count, made_with = sampler.described(), len(rows), tokenizer_fingerprint(tokenizer)
     _write_lines(
         out,
@@ -242,6 +237,6 @@ def prepare(recipe: Recipe) -> None:
     recipe = with_section(recipe)
     accelerator = make_accelerator(recipe, Path(recipe.output))
     context = RunContext.of(recipe, accelerator)
-    data = load_parts(context).data
+    _, _, data, _ = load_parts(context)
     context.console.say(f"{recipe.name}: {len(data.rows):,} rows and {len(data.heldout)} held-out prompts are ready")
     accelerator.end_training()
