@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.capability import capability_of
+from draftsmith.decode.passes.plan import Plan
 from draftsmith.decode.passes.recurrent import MOST_AGAIN, is_recurrent
 from draftsmith.decode.passes.runner import ModelRunner
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
@@ -21,23 +22,27 @@ from draftsmith.decode.arguments import (
     require_settings,
     sequences_of,
 )
-from draftsmith.decode.call import Call, OnBatchTokens, is_beyond
+from draftsmith.decode.clock import now
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.locks import Locks, released, running
+from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.passes.capability import require_compilable
 from draftsmith.decode.passes.checks import CHAINS_ONLY, require_invariant, usable_inputs
+from draftsmith.decode.passes.plan import Plan
+from draftsmith.decode.passes.recurrent import is_recurrent
 from draftsmith.decode.policies import Chain, Policy, default_policy, exploring, plans, policy_named
 from draftsmith.decode.profiling import measure_costs
 from draftsmith.decode.rules import rule_named
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeOutput, DecodeSequence, Round
-from draftsmith.decode.target import require_lm_head
+from draftsmith.decode.target import TransformersTarget, require_lm_head
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.hidden_states import ProcessorInputs
-from draftsmith.heads.model_config import is_compiled, plain_model
+from draftsmith.heads.model_config import is_compiled, plain_model, rotary_switch
 
 OnTokens = Callable[[list[int], Round | None], None]
+OnBatchTokens = Callable[[int, list[int], Round | None], None]
 
 
 class PassSettings(TypedDict, total=False):
@@ -190,7 +195,7 @@ class SpeculativeDecoder:
         """Return the output for each prompt, and the policy that its text ended with; see `generate_batch`."""
         rows, sequences = sequences_of(self._model, input_ids, 0 if seeds is None else seeds, settings)
         for sequence in sequences:
-            if self.drafter is not None and is_beyond(self.drafter, sequence.tokens):
+            if self.drafter is not None and self._is_beyond(sequence):
                 of_drafter = f"the {self.drafter.type} drafter's context of {self.drafter.context_limit}"
                 warnings.warn(
                     f"prompt={len(sequence.tokens)} tokens fill {of_drafter}: decoded without drafts", stacklevel=4
@@ -200,22 +205,96 @@ class SpeculativeDecoder:
         forward = None if on_tokens is None else released()(on_tokens)
         with self._locks.held():
             self._add_inputs(sequences, settings.get("inputs"))
-            call = Call(
-                target=self._model,
-                capability=self._capability,
-                drafter=self.drafter,
-                policy=policy,
-                rule=self.rule,
-                costs=self.costs,
-                together=self._together,
-                compile=self._compile,
-                invariant=self._invariant,
-                processors=processors,
-                on_tokens=forward,
-            )
-            prefill_seconds = call.decode(sequences)
+            prefill_seconds = self._decode_grouped(sequences, policy, processors, forward)
         outputs = [sequence.output(row, prefill_seconds) for row, sequence in zip(rows, sequences, strict=True)]
         return outputs, [sequence.policy for sequence in sequences]
+
+    def _decode_grouped(
+        self,
+        sequences: list[DecodeSequence],
+        policy: Policy | None,
+        processors: Processors,
+        on_tokens: OnBatchTokens | None,
+    ) -> float:
+        """Decode until every sequence has ended, those together that may share passes; return the prefill's seconds."""
+
+        def decode(group: list[DecodeSequence]) -> float:
+            return self._decode_grouped(group, policy, processors, on_tokens)
+
+        # Recurrent layers read whole batches, prompts with images are read one by one.
+        alone = is_recurrent(self._model) and any(sequence.inputs for sequence in sequences)
+        switch = rotary_switch(self._model.config)
+        crossing = switch is not None and _cross(sequences, switch)
+        if len(sequences) > 1 and (alone or crossing or not self._together):
+            return sum(decode([sequence]) for sequence in sequences)
+        beyond = [sequence for sequence in sequences if self._is_beyond(sequence)]
+        if 0 < len(beyond) < len(sequences):
+            others = [sequence for sequence in sequences if sequence not in beyond]
+            return sum(decode(group) for group in (others, beyond))
+        if switch is None or not crossing:
+            return self._decode_together(sequences, policy, processors, on_tokens)
+        (sequence,) = sequences
+        length, sequence.max_length = sequence.max_length, switch + 1  # its last token is not read
+        prefill_seconds = self._decode_together(sequences, policy, processors, on_tokens)
+        if sequence.stopped_by == "length":
+            sequence.resume(length)
+            self._decode_together(sequences, policy, processors, on_tokens)
+        return prefill_seconds
+
+    def _decode_together(
+        self,
+        sequences: list[DecodeSequence],
+        policy: Policy | None,
+        processors: Processors,
+        on_tokens: OnBatchTokens | None,
+    ) -> float:
+        """Decode sequences that share passes, or continue one; return the seconds of the prefill.
+
+        Without the drafter, if its context is shorter than the sequences are now.
+        """
+        drafter = self.drafter
+        if self._is_beyond(sequences[0]):
+            drafter = policy = None
+        target = self._target(drafter, policy)
+        draft_widths = None if self.costs is None else self.costs.draft_widths
+        loop = DecodeLoop(
+            target, drafter, policy, sequences, processors, self.rule, draft_widths, compile=self._compile
+        )
+        device = next(self._model.parameters()).device
+        with closing(target), closing(loop):
+            started = now(device)
+            read = loop.prefill()
+            prefill_seconds = now(device) - started  # including the drafter's pass over the prompt
+            for sequence, new in read:
+                record = None
+                if len(sequence.tokens) - len(new) > sequence.prompt_length:  # a sequence that is continued
+                    record = Round(0, 0, 0, len(new), (), 0.0, prefill_seconds, prefill_seconds)
+                    sequence.rounds.append(record)
+                if on_tokens is not None:
+                    on_tokens(sequence.number, new, record)
+            while loop.texts:
+                for sequence, new, record in loop.round():
+                    if on_tokens is not None:
+                        on_tokens(sequence.number, new, record)
+        return prefill_seconds
+
+    def _target(self, drafter: Drafter | None, policy: Policy | None) -> TransformersTarget:
+        """Return the target with the form of its passes."""
+        # The usual number of tokens of a verification; 0 where it changes from round to round.
+        length = 0 if drafter is None else None if policy is None else policy.fixed_length
+        plan = Plan(
+            widths={} if self.costs is None else self.costs.verify_widths,
+            compile=self._compile,
+            width=0 if length is None else length + 1,
+            invariant=self._invariant,
+        )
+        nodes = policy.most_nodes.verified if self._compile and policy is not None else 0
+        return TransformersTarget(self._model, self._capability, plan, nodes)
+
+    def _is_beyond(self, sequence: DecodeSequence) -> bool:
+        """Return whether a sequence fills the drafter's context."""
+        limit = None if self.drafter is None else self.drafter.context_limit
+        return limit is not None and len(sequence.tokens) >= limit
 
     def _add_inputs(self, sequences: list[DecodeSequence], inputs: Sequence[ProcessorInputs | None] | None) -> None:
         """Give each sequence the processor's tensors of its prompt."""
@@ -249,3 +328,10 @@ class SpeculativeDecoder:
     def learns(self) -> bool:
         """True if the policy learns, so that `calibrate` has an effect."""
         return self.policy is not None and self.policy.learns
+
+
+def _cross(sequences: Sequence[DecodeSequence], switch: int) -> bool:
+    """Return True unless no sequence, or each from its prompt on, reads a position beyond the first `switch` ones."""
+    return any(len(sequence.tokens) <= switch for sequence in sequences) and any(
+        sequence.max_length > switch + 1 for sequence in sequences
+    )

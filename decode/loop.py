@@ -15,11 +15,11 @@ from draftsmith.decode.cache.committed import CommittedTokens, Contexts, Feature
 from draftsmith.decode.clock import PartClock
 from draftsmith.decode.drafts.batch import DraftBatch
 from draftsmith.decode.drafts.builder import DraftBuilder
-from draftsmith.decode.drafts.proposer import Proposer
 from draftsmith.decode.draws import NOT_DRAWN, Draws, MakeDraws, seeded_draws, signed
-from draftsmith.decode.passes.base import Plan
+from draftsmith.decode.passes.plan import Plan
 from draftsmith.decode.passes.runner import ModelRunner
-from draftsmith.decode.policies.base import Policy
+from draftsmith.decode.policies.policy import Policy
+from draftsmith.decode.proposer import Proposer
 from draftsmith.decode.rules import Rule
 from draftsmith.decode.rules.outcome import VerifyResult
 from draftsmith.decode.sampling import Processors
@@ -136,7 +136,7 @@ class DecodeLoop:
         self._device = logits_BV.device
         self._clock = PartClock(self._device, ("draft",), self.clock)
         if self._processors.read_text:
-            self._committed = CommittedTokens([text.padding + text.tokens for text in self.texts], self._device)
+            self._committed = CommittedTokens.of(self.texts, self._device)
         if drafter is not None:
             self._proposer = Proposer(drafter, self._processors, _shared(drafter, logits_BV.shape[1]))
         texts, batch = self.texts, DraftBatch.empty(len(self.texts), self._device)

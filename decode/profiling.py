@@ -15,10 +15,10 @@ from draftsmith.decode.clock import now
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.locks import Locks, running
 from draftsmith.decode.loop import DecodeLoop
-from draftsmith.decode.passes.base import Plan
+from draftsmith.decode.passes.plan import Plan
 from draftsmith.decode.passes.recurrent import MOST_AGAIN, is_recurrent
 from draftsmith.decode.passes.runner import ModelRunner
-from draftsmith.decode.policies.base import Chain
+from draftsmith.decode.policies.policy import Chain
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence, Round
 from draftsmith.decode.target import TransformersTarget

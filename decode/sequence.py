@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StopStringCriteria
 
-from draftsmith.decode.policies.base import Policy
+from draftsmith.decode.policies.policy import Policy
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.hidden_states import ProcessorInputs
 from draftsmith.metrics import acceptance_at, alpha, position_counts, tau

@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.committed import at_places
-from draftsmith.decode.passes.base import INVARIANT_WIDTH, Plan
 from draftsmith.decode.passes.capability import ALL, Capability
+from draftsmith.decode.passes.plan import INVARIANT_WIDTH, Plan
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.errors import ConfigError

@@ -10,7 +10,6 @@ from pydantic import Field, ValidationInfo, model_validator
 
 from draftsmith.config import Count, Distinct, Probability, Section, Seed, Temperature, TemplateVariables, user_name
 from draftsmith.decode.policies import POLICIES, check_policy
-from draftsmith.decode.rules import RULES
 from draftsmith.distill.data_section import ServerSection, is_address, require_address, server_section
 from draftsmith.distill.target_section import TargetSection
 from draftsmith.errors import ConfigError
@@ -34,13 +33,10 @@ Variant = tuple[str, str]
 """A drafter's name and its policy."""
 BASELINE: Variant = ("target alone", "")
 if TYPE_CHECKING:
-    from typing import TypeAlias
-
     from draftsmith.decode.sampling import Sampling
 
-    RuleName: TypeAlias = str
-else:  # the keys of the table
-    RuleName = Literal[*RULES]
+RuleName = Literal["token", "block", "point-mass", "traversal", "typical"]
+"""The keys of `decode.rules.RULES`, which is not imported: settings are checked before torch is."""
 Dtype = Literal["float32", "bfloat16", "float16"]
 Counts = Annotated[tuple[Count, ...], Distinct]
 UNSTORED = Field(exclude=True)

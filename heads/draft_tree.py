@@ -64,7 +64,7 @@ class Draft:
     parents: tuple[int, ...] = ()
 
     _q = None
-    """Of a `DrawnDraft`; no field, so that `replace` and `keep` return chosen drafts."""
+    """Of drawn tokens, set by `DraftBuilder`; no field, so that `replace` and `keep` return chosen drafts."""
 
     @property
     def drawn(self) -> bool:

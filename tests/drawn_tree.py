@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draftsmith.decode.drafts.builder import DraftBuilder
-from draftsmith.decode.policies.base import Growing, MostNodes, Policy
-from draftsmith.decode.policies.requests import Request
+from draftsmith.decode.drafts.requests import Growing, Request
+from draftsmith.decode.policies.policy import MostNodes, Policy
 from draftsmith.heads.draft_tree import ROOT
 
 Path = tuple[int, ...]

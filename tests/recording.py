@@ -7,9 +7,9 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from draftsmith.decode.drafts.builder import DraftBuilder
+from draftsmith.decode.drafts.requests import Growing, Look, Request
 from draftsmith.decode.loop import DecodeLoop
-from draftsmith.decode.policies.base import Growing, Policy
-from draftsmith.decode.policies.requests import Look, Request
+from draftsmith.decode.policies.policy import Policy
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.target import TransformersTarget

@@ -41,6 +41,11 @@ class CommittedTokens:
         self._ids_BS = torch.zeros(len(texts), 0, dtype=torch.int64, device=device)
         self.append(texts)
 
+    @staticmethod
+    def of(sequences: Sequence[CommittedText], device: torch.device) -> "CommittedTokens":
+        """Return the committed tokens of sequences, with padding."""
+        return CommittedTokens([sequence.padding + sequence.tokens for sequence in sequences], device)
+
     def append(self, new: Sequence[list[int]]) -> None:
         """Append tokens to every text."""
         rows = Rows.of(new, self._ids_BS.device)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.passes.attention import WITH_ROLLBACK, passes_of
-from draftsmith.decode.passes.base import INVARIANT_SLOTS, INVARIANT_WIDTH, Plan
+from draftsmith.decode.passes.plan import INVARIANT_SLOTS, INVARIANT_WIDTH, Plan
 from draftsmith.decode.passes.recurrent import is_recurrent
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.errors import ConfigError, reason_of

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.rollback import RollbackCache, cache_name
 from draftsmith.decode.passes.attention import Attention, chains_after
-from draftsmith.decode.passes.base import (
+from draftsmith.decode.passes.plan import (
     INVARIANT_SLOTS,
     INVARIANT_WIDTH,
     MOST_AGAIN,

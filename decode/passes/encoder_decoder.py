@@ -19,8 +19,8 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from draftsmith.decode.cache.rollback import RollbackCache
 from draftsmith.decode.passes.attention import Attention
-from draftsmith.decode.passes.base import Output, Plan, Reading
 from draftsmith.decode.passes.eager import EagerPasses
+from draftsmith.decode.passes.plan import Output, Plan, Reading
 from draftsmith.errors import ConfigError
 from draftsmith.heads.model_config import NO_CONTEXT
 from draftsmith.heads.rows import rows_of

@@ -26,8 +26,8 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.rollback import RollbackCache, cache_name
 from draftsmith.decode.passes.attention import Attention
-from draftsmith.decode.passes.base import HEAD, Output, Plan, Reading, Seen
 from draftsmith.decode.passes.eager import EagerPasses
+from draftsmith.decode.passes.plan import HEAD, Output, Plan, Reading, Seen
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.hidden_states import Watched
 from draftsmith.heads.model_config import STANCE, QueryScales, context_limit

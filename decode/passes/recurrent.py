@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from draftsmith.decode.cache.rollback import RollbackCache
-from draftsmith.decode.passes.base import MOST_AGAIN, Output, Plan, Reading
 from draftsmith.decode.passes.eager import EagerPasses
+from draftsmith.decode.passes.plan import MOST_AGAIN, Output, Plan, Reading
 from draftsmith.heads.hidden_states import ProcessorInputs
 from draftsmith.heads.model_config import text_config
 from draftsmith.heads.rows import Counts, Rows, rows_of

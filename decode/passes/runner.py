@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.rollback import RollbackCache
 from draftsmith.decode.passes.attention import WITH_ROLLBACK, passes_of, tree, trees
-from draftsmith.decode.passes.base import Output, Plan, Reading
 from draftsmith.decode.passes.eager import EagerPasses, RereadingPasses
 from draftsmith.decode.passes.encoder_decoder import EncoderDecoderPasses
 from draftsmith.decode.passes.graphs import CompiledPasses
+from draftsmith.decode.passes.plan import Output, Plan, Reading
 from draftsmith.decode.passes.recurrent import RecurrentPasses, is_recurrent
 from draftsmith.heads.base import Level
 from draftsmith.heads.draft_tree import Parents, chain_parents

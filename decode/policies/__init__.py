@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.policies.adaptive import AdaptiveChain
-from draftsmith.decode.policies.base import Chain, ConfidenceChain, ForecastLayout, Growing, Policy, exploring
+from draftsmith.decode.policies.policy import Chain, ConfidenceChain, ForecastLayout, Policy, exploring
 from draftsmith.decode.policies.trees import BestFirst, SampledTree
 from draftsmith.reading import parse_specification, specified_name
 
@@ -57,7 +57,6 @@ __all__ = [
     "Chain",
     "ConfidenceChain",
     "ForecastLayout",
-    "Growing",
     "Policy",
     "SampledTree",
     "check_policy",

@@ -13,9 +13,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from draftsmith.decode.costs import Costs
-from draftsmith.decode.policies.base import ForecastLayout, Growing, Policy, require_counts
+from draftsmith.decode.drafts.requests import Growing, Request
 from draftsmith.decode.policies.experience import Experience
-from draftsmith.decode.policies.requests import Request
+from draftsmith.decode.policies.policy import ForecastLayout, Policy, require_counts
 from draftsmith.heads.draft_tree import ROOT, Draft
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ sampled       every node draws a number of children in proportion to q of its pa
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from draftsmith.decode.policies.base import ForecastLayout, Growing, MostNodes, Policy, require_counts
-from draftsmith.decode.policies.requests import Look, Request
+from draftsmith.decode.drafts.requests import Growing, Look, Request
+from draftsmith.decode.policies.policy import ForecastLayout, MostNodes, Policy, require_counts
 from draftsmith.heads.draft_tree import ROOT
 
 if TYPE_CHECKING:

@@ -13,21 +13,21 @@ distribution after the last committed token, place i + 1 the one after draft nod
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from torch import Tensor
+
+from draftsmith.decode.drafts.batch import DraftBatch
+from draftsmith.decode.draws import Draws
+from draftsmith.decode.rules.any_draft import point_mass_rule, typical_rule
+from draftsmith.decode.rules.chains import block_rule, token_rule
+from draftsmith.decode.rules.outcome import Decided
+from draftsmith.decode.rules.traversal import traversal_rule
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_tree import Draft
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from draftsmith.decode.drafts.batch import DraftBatch
-    from draftsmith.decode.draws import Draws
-    from draftsmith.decode.rules.outcome import Decided
-
 # Shapes: B texts, P places, V vocabulary.
 
-VerifyBatch = Callable[["Tensor", "DraftBatch", "Draws"], "Decided"]
+VerifyBatch = Callable[[Tensor, DraftBatch, Draws], Decided]
 """A rule: the target's distributions [B, P, V], the drafts and the random draws to the outcome, on the device."""
 
 
@@ -57,45 +57,14 @@ class Rule:
         return "a chain drawn from q" if self.chains else "a draft whose tokens were drawn from q"
 
 
-def _token(p_BPV: "Tensor", batch: "DraftBatch", draws: "Draws") -> "Decided":
-    from draftsmith.decode.rules.chains import token_rule
-
-    return token_rule(p_BPV, batch, draws)
-
-
-def _block(p_BPV: "Tensor", batch: "DraftBatch", draws: "Draws") -> "Decided":
-    from draftsmith.decode.rules.chains import block_rule
-
-    return block_rule(p_BPV, batch, draws)
-
-
-def _point_mass(p_BPV: "Tensor", batch: "DraftBatch", draws: "Draws") -> "Decided":
-    from draftsmith.decode.rules.any_draft import point_mass_rule
-
-    return point_mass_rule(p_BPV, batch, draws)
-
-
-def _traversal(p_BPV: "Tensor", batch: "DraftBatch", draws: "Draws") -> "Decided":
-    from draftsmith.decode.rules.traversal import traversal_rule
-
-    return traversal_rule(p_BPV, batch, draws)
-
-
-def _typical(p_BPV: "Tensor", batch: "DraftBatch", draws: "Draws") -> "Decided":
-    from draftsmith.decode.rules.any_draft import typical_rule
-
-    return typical_rule(p_BPV, batch, draws)
-
-
-# Each entry imports its file when it is first used, so that rules are checked before torch is imported.
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
-        Rule("token", _token, drawn=True, chains=True),
-        Rule("block", _block, drawn=True, chains=True),
-        Rule("point-mass", _point_mass),
-        Rule("traversal", _traversal, drawn=True),
-        Rule("typical", _typical, lossless=False),
+        Rule("token", token_rule, drawn=True, chains=True),
+        Rule("block", block_rule, drawn=True, chains=True),
+        Rule("point-mass", point_mass_rule),
+        Rule("traversal", traversal_rule, drawn=True),
+        Rule("typical", typical_rule, lossless=False),
     )
 }
 
@@ -107,7 +76,7 @@ def rule_named(name: str) -> Rule:
     return RULES[name]
 
 
-def best_rule(draft: "Draft | DraftBatch") -> Rule:
+def best_rule(draft: Draft | DraftBatch) -> Rule:
     """Return the lossless rule that accepts most for this kind of draft."""
     if not draft.drawn:
         return RULES["point-mass"]

@@ -17,7 +17,7 @@ import typer.core
 from pydantic import Field
 
 from draftsmith import __version__
-from draftsmith.cli.check import check
+from draftsmith.cli.check_command import check
 from draftsmith.cli.data import data_app
 from draftsmith.cli.eval import eval_app, forecast
 from draftsmith.cli.examples import add_examples

@@ -58,7 +58,7 @@ def serve(
     from draftsmith.distill.server.client import served_at
 
     served_at(settings.addresses, settings.model)  # before torch is imported
-    from draftsmith.eval.server.evaluation import measure_server, server_table
+    from draftsmith.eval.server.served_evaluation import measure_server, server_table
     from draftsmith.terminal import Terminal
 
     with interruptible(lambda: CONTINUES):

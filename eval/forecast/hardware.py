@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.loop import DecodeLoop
-from draftsmith.decode.passes.base import Plan
+from draftsmith.decode.passes.plan import Plan
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.policies import Chain, Policy
 from draftsmith.decode.profiling import measure_costs

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.errors import removed
 from draftsmith.heads.base import TrainableDrafter
-from draftsmith.heads.formats import blocks, eagle, heads, speculators
+from draftsmith.heads.formats import blocks, eagle_layouts, heads, speculators
 from draftsmith.heads.formats.published import LARGE, Published, Recorded, read_tensors, unknown_keys
 from draftsmith.heads.model_config import text_config
 
@@ -23,24 +23,24 @@ SPECULATORS: dict[str, Reader] = {
     "dflash": blocks.read_speculators_block,
     "dflash2": blocks.read_speculators_block,
     "dspark": blocks.read_speculators_block,
-    "eagle3": eagle.read_eagle3,
+    "eagle3": eagle_layouts.read_eagle3,
     "mtp": speculators.read_mtp,
-    "peagle": eagle.read_eagle3,
+    "peagle": eagle_layouts.read_eagle3,
 }
 """Readers of the layout of vLLM's speculators, by `speculators_model_type`."""
 ARCHITECTURES: dict[str, Reader] = {
     "DFlash2DraftModel": blocks.read_zlab,
     "DFlashDraftModel": blocks.read_zlab,
     "DSparkDraftModel": blocks.read_deepspec,
-    "Eagle3LlamaForCausalLM": eagle.read_eagle3,
+    "Eagle3LlamaForCausalLM": eagle_layouts.read_eagle3,
     "LiLiCorrDraftModel": blocks.read_zlab,
-    "LlamaEagle3DraftModel": eagle.read_automodel_eagle3,
-    "LlamaForCausalLMEagle3": eagle.read_eagle3,
+    "LlamaEagle3DraftModel": eagle_layouts.read_automodel_eagle3,
+    "LlamaForCausalLMEagle3": eagle_layouts.read_eagle3,
     "MuseGlimmerAssistantModel": blocks.read_muse_glimmer,
     "Qwen3DFlash2DraftModel": blocks.read_zlab,
     "Qwen3DFlashDraftModel": blocks.read_zlab,
     "Qwen3DSparkModel": blocks.read_deepspec,
-    "Qwen3Eagle3Model": eagle.read_deepspec_eagle3,
+    "Qwen3Eagle3Model": eagle_layouts.read_deepspec_eagle3,
     "QwenDFlashDraftModel": blocks.read_zlab,
 }
 """Readers of flat layouts, by the class that config.json names."""
@@ -92,9 +92,9 @@ def _reader(published: Published) -> Reader | None:
         return ARCHITECTURES[name]
     parts = {tensor.split(".")[0] for tensor in read_tensors(published.folder, names_only=True)}
     if "midlayer" in parts:
-        return eagle.read_eagle3
+        return eagle_layouts.read_eagle3
     if {"fc", "layers"} <= parts and "norm" not in parts:
-        return eagle.read_eagle1
+        return eagle_layouts.read_eagle1
     if OF_DRAFTERS.search(name) or (not name and ("fc" in parts or "dflash_config" in config)):
         raise published.refusal(f"a {name}" if name else "no architectures", f"one of {', '.join(ARCHITECTURES)}")
     return None

@@ -5,7 +5,7 @@ from typing import Any
 
 from draftsmith.heads.configs import DRAFTERS, DrafterSection
 from draftsmith.heads.dflash import DFlash
-from draftsmith.heads.formats import blocks, eagle, heads, llama_cpp, native_mtp, speculators, transformers
+from draftsmith.heads.formats import blocks, eagle_layouts, heads, llama_cpp, native_mtp, speculators, transformers
 from draftsmith.heads.formats.common import Serving, Source
 
 
@@ -28,9 +28,9 @@ LAYOUTS: dict[str, dict[str, Callable[[Source[Any]], Serving]]] = {
     },
     "sglang": {
         "draft_model": transformers.write_for_sglang,
-        "eagle": eagle.write_eagle1_for_sglang,
-        "hass": eagle.write_eagle1_for_sglang,
-        "eagle3": eagle.write_eagle3_for_sglang,
+        "eagle": eagle_layouts.write_eagle1_for_sglang,
+        "hass": eagle_layouts.write_eagle1_for_sglang,
+        "eagle3": eagle_layouts.write_eagle3_for_sglang,
         "dflash": blocks.write_dflash_for_sglang,
     },
     "gguf": {

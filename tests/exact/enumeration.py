@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.drafts.batch import DraftBatch
-from draftsmith.decode.drafts.drawing import Drawing, Wanted, draw_together
+from draftsmith.decode.drafts.builder import Children, DraftBuilder, draw_children
 from draftsmith.decode.draws import NOT_DRAWN, Draws, MakeDraws, Node
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.rules import Rule
 from draftsmith.decode.rules.outcome import VerifyResult
+from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.decode.verification import verify as verify_batch
 from draftsmith.heads.draft_tree import Draft, children_of, depths_of
@@ -206,11 +207,16 @@ def verify(rule: Rule | None, p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyRes
 
 def drawn_draft(parents: Sequence[int], q: Callable[[int], Tensor], rng: Rng) -> Draft:
     """Return a draft whose nodes have these parents, all drawn: each from `q(parent)`."""
-    drawing, draws = Drawing(), RowDraws([rng])
+    builder, draws = empty_builder(), RowDraws([rng])
     for parent in parents:
         q_1V = q(parent)[None]
-        draw_together([Wanted(drawing, [parent], [1], 0)], q_1V, draws.drafted, may_empty=False, chances=False)
-    return drawing.draft()
+        draw_children([Children(builder, [parent], [1], 0)], q_1V, draws.drafted, chances=False)
+    return builder.draft()
+
+
+def empty_builder() -> DraftBuilder:
+    """Return a builder for draws from distributions that are given."""
+    return DraftBuilder(DecodeSequence([], 100), 99, Processors(Sampling(1.0)))
 
 
 AT_ONCE = 2048

@@ -30,8 +30,8 @@ from transformers import LogitsProcessor
 
 from draftsmith.decode.cache.committed import Contexts, contexts_of
 from draftsmith.decode.drafts.builder import DraftBuilder
-from draftsmith.decode.drafts.growing import propose
 from draftsmith.decode.policies import Policy
+from draftsmith.decode.proposer import Proposer
 from draftsmith.decode.rules import RULES, Rule
 from draftsmith.decode.rules.any_draft import verify_greedy
 from draftsmith.decode.rules.outcome import VerifyResult
@@ -119,7 +119,8 @@ class Round:
             self.drafter.start(SimpleNamespace(texts=texts))
             builders = [DraftBuilder(text, text.room, self.processors) for text in texts]
             draws = None if self.processors.greedy else RowDraws(rngs)
-            grown = propose(self.drafter, [policy] * len(texts), builders, [None] * len(texts), draws)
+            proposer = Proposer(self.drafter, self.processors)
+            grown = proposer.build([policy] * len(texts), builders, [None] * len(texts), draws)
             drafts += [(rng.weight, draft) for rng, draft in zip(rngs, grown, strict=True)]
             pending = [path for rng in rngs for path in rng.alternatives]
         return drafts

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from exact.enumeration import BranchingRng, RowDraws, drawn_draft, verify
+from exact.enumeration import BranchingRng, RowDraws, drawn_draft, empty_builder, verify
 
-from draftsmith.decode.drafts.drawing import Drawing, Wanted, draw_together
+from draftsmith.decode.drafts.builder import Children, draw_children
 from draftsmith.decode.rules import RULES, best_rule
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_tree import ROOT, Draft
@@ -83,20 +83,20 @@ def test_a_drawn_draft_cannot_be_made_by_hand() -> None:
 
 def test_every_draw_of_a_level_has_a_number_of_its_own() -> None:
     """`RowDraws` refuses a number that is drawn twice."""
-    drawing, draws = Drawing(), RowDraws([BranchingRng()])
+    builder, draws = empty_builder(), RowDraws([BranchingRng()])
     for parents, counts in (([ROOT], [2]), ([0, 1], [2, 2])):
         q_nV = Q_V.expand(len(parents), -1)
-        draw_together([Wanted(drawing, parents, counts, 0)], q_nV, draws.drafted, may_empty=False, chances=False)
-    assert drawing.draft().parents == (ROOT, ROOT, 0, 0, 1, 1)
+        draw_children([Children(builder, parents, counts, 0)], q_nV, draws.drafted, chances=False)
+    assert builder.draft().parents == (ROOT, ROOT, 0, 0, 1, 1)
 
 
 @pytest.mark.parametrize("rows", [[0], [1]])
 def test_draws_for_which_no_token_is_left_keep_their_numbers(rows: list[int]) -> None:
     """After top-k 2, three children are asked for and two are drawn: a level begins after all that was asked for."""
-    of_all, drawing = RowDraws([BranchingRng(), BranchingRng()]), Drawing()
+    of_all, builder = RowDraws([BranchingRng(), BranchingRng()]), empty_builder()
     q_V = torch.tensor([0.5, 0.5, *[0.0] * (len(Q_V) - 2)], dtype=Q_V.dtype)
     for parents in ([ROOT], [0, 1], [2, 3]):
-        wanted = [Wanted(drawing, parents, [3] * len(parents), 0)]
+        children = [Children(builder, parents, [3] * len(parents), 0)]
         q_nV = q_V.expand(len(parents), -1)
-        draw_together(wanted, q_nV, of_all.of(rows).drafted, may_empty=False, chances=False)
-    assert drawing.draft().parents == (ROOT, ROOT, 0, 0, 1, 1, 2, 2, 3, 3)
+        draw_children(children, q_nV, of_all.of(rows).drafted, chances=False)
+    assert builder.draft().parents == (ROOT, ROOT, 0, 0, 1, 1, 2, 2, 3, 3)

@@ -15,7 +15,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.eval.journal import Numbers
 from draftsmith.eval.server import measure
 from draftsmith.eval.server.counters import CounterRoutes, Counters, parse_counters
-from draftsmith.eval.server.evaluation import row_of
+from draftsmith.eval.server.served_evaluation import row_of
 
 ROUNDS = 3
 """Rounds of an answer of 7 tokens: the prefill's, and two a round, of which one was drafted and accepted."""

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from importlib.metadata import requires
 from pathlib import Path
 
@@ -65,6 +66,28 @@ def test_no_modules_import_each_other() -> None:
     while leaves := {name for name, imported in graph.items() if not imported}:
         graph = {name: imported - leaves for name, imported in graph.items() if name not in leaves}
     assert not graph, f"among these modules is a cycle: {sorted(graph)}"
+
+
+ROUND = (("drafts",), ("draws",), ("rules",), ("policies",), ("sequence",), ("growing", "verification"), ("proposer",))
+ROUND += (("loop",), ("decoder", "profiling"))
+"""The parts of `decode/` that a round passes through, in the order of their imports."""
+
+
+def test_the_parts_of_a_round_import_in_one_direction() -> None:
+    for place, parts in enumerate(ROUND):
+        later = {f"draftsmith.decode.{part}" for group in ROUND[place + 1 :] for part in group}
+        for part in parts:
+            path = ROOT / "decode" / part
+            files = [*path.rglob("*.py")] or [path.with_suffix(".py")]
+            for file in files:
+                back = {name for name in _imports(file) if ".".join(name.split(".")[:3]) in later}
+                assert not back, f"{file.relative_to(ROOT)} imports {sorted(back)}"
+
+
+def test_no_file_name_is_used_twice() -> None:
+    """`__init__` and `__main__` aside, so that a name finds one file."""
+    counts = Counter(file.name for package in (*PACKAGES, "draftsmith/cli") for file in (ROOT / package).rglob("*.py"))
+    assert {name for name, count in counts.items() if count > 1} <= {"__init__.py", "__main__.py"}
 
 
 def test_the_package_folder_links_to_every_package() -> None:

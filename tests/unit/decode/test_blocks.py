@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.passes import graphs
-from draftsmith.decode.passes.base import Plan
+from draftsmith.decode.passes.plan import Plan
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.target import TransformersTarget
 from draftsmith.heads import HEADS

@@ -16,11 +16,10 @@ from transformers import (
 
 from draftsmith.decode.cache.committed import CommittedTokens
 from draftsmith.decode.drafts.builder import DraftBuilder
-from draftsmith.decode.drafts.chains import chains
-from draftsmith.decode.drafts.growing import propose
 from draftsmith.decode.draws import seeded_draws
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies import ConfidenceChain, policy_named
+from draftsmith.decode.proposer import Proposer
 from draftsmith.decode.rules import RULES
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence
@@ -90,10 +89,11 @@ def test_chains_on_the_device_are_those_that_the_policy_grows(setting: str) -> N
     committed = CommittedTokens(prompts, torch.device("cpu"))
     draws = seeded_draws(range(len(texts)), [len(prompt) for prompt in prompts], torch.device("cpu"))
     drawn = None if processors.greedy else draws
-    batch = chains(drafter, processors, None, texts, rooms, 3, drawn, committed)
+    proposer = Proposer(drafter, processors)
+    batch = proposer.chains(texts, rooms, 3, drawn, committed)
     builders = [DraftBuilder(text, room, processors) for text, room in zip(texts, rooms, strict=True)]
     policies = [ConfidenceChain(0.0, 3)] * len(texts)
-    grown = propose(drafter, policies, builders, [None] * len(texts), draws)
+    grown = proposer.build(policies, builders, [None] * len(texts), draws)
     for row, expected in enumerate(grown):
         draft, _ = of_text(batch, row)
         assert (draft.tokens, draft.parents) == (expected.tokens, expected.parents)

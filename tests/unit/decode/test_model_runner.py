@@ -17,7 +17,7 @@ from transformers import (
 
 from draftsmith.decode.cache.rollback import cache_name
 from draftsmith.decode.passes import graphs
-from draftsmith.decode.passes.base import Plan
+from draftsmith.decode.passes.plan import Plan
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.heads.base import Level
 from draftsmith.heads.draft_tree import Draft

@@ -15,22 +15,21 @@ from transformers import LlamaForCausalLM
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.drafts.builder import DraftBuilder
-from draftsmith.decode.drafts.growing import propose
+from draftsmith.decode.drafts.requests import Growing, Request
 from draftsmith.decode.draws import seeded_draws
 from draftsmith.decode.policies import (
     AdaptiveChain,
     BestFirst,
     Chain,
     ConfidenceChain,
-    Growing,
     Policy,
     SampledTree,
     check_policy,
     policy_named,
 )
 from draftsmith.decode.policies.experience import Calibration, Copied
-from draftsmith.decode.policies.requests import Request
 from draftsmith.decode.profiling import WIDTHS, measure_costs
+from draftsmith.decode.proposer import Proposer
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence
 from draftsmith.errors import ConfigError
@@ -41,6 +40,7 @@ from draftsmith.heads.medusa import Medusa
 from draftsmith.heads.retrieval import Hybrid, SuffixRetrieval
 
 VOCAB = 6
+GREEDY = Processors(Sampling(0.0))
 FLAT = Costs(verify={1: 1.0, 64: 1.0}, draft={1: 1e-6})
 """Verification costs the same for any width and drafting costs nothing: every token is worth drafting."""
 STEEP = Costs(verify={1: 1.0, 64: 64.0}, draft={1: 0.5})
@@ -65,9 +65,10 @@ class Table(Drafter):
 
 
 def draft(policy: Policy, *, greedy: bool = True, room: int = 8, seed: int = 0, table: Table | None = None) -> Draft:
-    text = DecodeSequence([1, 0], 50)
-    builder = DraftBuilder(text, room, Processors(Sampling(0.0 if greedy else 1.0)))
-    return propose(table or Table(), [policy], [builder], [None], seeded_draws([seed], [2], torch.device("cpu")))[0]
+    processors = Processors(Sampling(0.0 if greedy else 1.0))
+    builder = DraftBuilder(DecodeSequence([1, 0], 50), room, processors)
+    proposer, draws = Proposer(table or Table(), processors), seeded_draws([seed], [2], torch.device("cpu"))
+    return proposer.build([policy], [builder], [None], draws)[0]
 
 
 def path_weights(shown: Draft, table: Table) -> list[float]:
@@ -255,8 +256,8 @@ class Unsure(Table):
 def test_a_chain_ends_by_the_confidence_in_its_own_text(second: float, length: int) -> None:
     drafter = Unsure()
     drafter.second = second
-    builders = [DraftBuilder(DecodeSequence([1, 0], 50, number=n), 8, Processors(Sampling(0.0))) for n in (0, 1)]
-    drafts = propose(drafter, [ConfidenceChain(0.5, 4)] * 2, builders, [None, None], None)
+    builders = [DraftBuilder(DecodeSequence([1, 0], 50, number=n), 8, GREEDY) for n in (0, 1)]
+    drafts = Proposer(drafter, GREEDY).build([ConfidenceChain(0.5, 4)] * 2, builders, [None, None], None)
     assert [len(one) for one in drafts] == [4, length]
 
 
@@ -314,8 +315,8 @@ class Looks(Policy):
 def test_each_text_sees_as_many_tokens_as_it_asks_for() -> None:
     table = Unsure()
     table.second = 0.9
-    builders = [DraftBuilder(DecodeSequence([1, 0], 50), 8, Processors(Sampling(0.0))) for _ in range(2)]
-    drafts = propose(table, [Looks(3), Looks(1)], builders, [None, None], None)
+    builders = [DraftBuilder(DecodeSequence([1, 0], 50), 8, GREEDY) for _ in range(2)]
+    drafts = Proposer(table, GREEDY).build([Looks(3), Looks(1)], builders, [None, None], None)
     likeliest = table.logits[0].argsort(descending=True).tolist()
     assert [one.tokens for one in drafts] == [(likeliest[2],), (likeliest[0],)]
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.passes import recurrent as recurrent_state
-from draftsmith.decode.passes.base import Plan
 from draftsmith.decode.passes.capability import capability_of
 from draftsmith.decode.passes.checks import TOLERANCE, rollback_gap
+from draftsmith.decode.passes.plan import Plan
 from draftsmith.decode.passes.recurrent import MOST_AGAIN, Mixer
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.profiling import _reading

@@ -12,10 +12,10 @@ from recurrent_models import INDEXED_TREES, OTHERS, build, noisy
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.passes import eager
 from draftsmith.decode.passes.attention import passes_of, run_with
-from draftsmith.decode.passes.base import MOST_AGAIN, Plan
 from draftsmith.decode.passes.capability import capability_of
 from draftsmith.decode.passes.checks import rollback_gap, why_wrong
 from draftsmith.decode.passes.eager import RereadingPasses
+from draftsmith.decode.passes.plan import MOST_AGAIN, Plan
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.heads.draft_tree import Draft
 

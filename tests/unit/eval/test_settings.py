@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -10,14 +11,20 @@ from conftest import make_llama
 from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.cli import main
+from draftsmith.decode.rules import RULES
 from draftsmith.distill.load_target import DTYPES
 from draftsmith.errors import ConfigError
 from draftsmith.eval.session import load_session
-from draftsmith.eval.settings import PairSettings, named_drafters
+from draftsmith.eval.settings import PairSettings, RuleName, named_drafters
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.heads.draft_model import DraftModel
 from draftsmith.heads.medusa import Medusa
 from draftsmith.names import check_target_name
+
+
+def test_every_rule_can_be_named() -> None:
+    assert get_args(RuleName) == tuple(RULES)
+
 
 Refused = Callable[..., str]
 

@@ -13,10 +13,9 @@ from transformers import LlamaForCausalLM
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.drafts.builder import DraftBuilder, probabilities
+from draftsmith.decode.drafts.requests import Growing, Look, Request
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.policies import BestFirst, Chain, ConfidenceChain, Policy, SampledTree
-from draftsmith.decode.policies.base import Growing
-from draftsmith.decode.policies.requests import Look, Request
 from draftsmith.decode.rules.outcome import VerifyResult
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeSequence

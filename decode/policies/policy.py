@@ -1,23 +1,15 @@
 """The interface of a policy, which decides on the length or the tree of a draft, and chains."""
 
-from collections.abc import Generator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
-from draftsmith.decode.policies.requests import Look, Request
+from draftsmith.decode.drafts.requests import Growing, Request
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_tree import ROOT, Draft
 
 if TYPE_CHECKING:  # policies are checked before torch is imported
     from draftsmith.decode.drafts.builder import DraftBuilder
     from draftsmith.decode.rules.outcome import VerifyResult
-
-Growing = Generator[Request, Look, Draft]
-"""Yields what it needs next (the predictions after `[ROOT]` first), is sent the `Look`, and returns the draft.
-
-The drafts of a batch are built in lockstep, so one forward pass of the drafter covers all texts.
-"""
-
 
 MOST = 1024
 """Maximum of every setting that counts draft tokens: each token needs a row of logits over the vocabulary."""

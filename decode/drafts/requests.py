@@ -1,19 +1,21 @@
 """What a policy asks of the drafter while a draft grows, and what it is sent."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:
+from draftsmith.heads.draft_tree import Draft
+
+if TYPE_CHECKING:  # policies are checked before torch is imported
     from torch import Tensor
 
-# Shapes: n nodes of one text, V vocabulary of the target.
+# Shapes: n nodes of one sequence, V vocabulary of the target.
 
 
 class Request(NamedTuple):
     """A request for the drafter's predictions after `nodes`, or for children drawn from them.
 
-    Nodes are read in one pass of the drafter for all texts, each node once. With `draw`, children of the nodes that
-    were read last are drawn; their numbers are fixed before any of these tokens is known, as rules for drawn drafts
+    Nodes are read in one pass of the drafter for all sequences, each node once. With `draw`, children of the nodes that
+    were read last are drawn; their counts are fixed before any of these tokens is known, as rules for drawn drafts
     require.
     """
 
@@ -44,3 +46,10 @@ class Look(NamedTuple):
         """The only node."""
         (node,) = self.nodes
         return node
+
+
+Growing = Generator[Request, Look, Draft]
+"""Yields what it needs next (the predictions after `[ROOT]` first), is sent the `Look`, and returns the draft.
+
+The drafts of a batch are built in lockstep, so one forward pass of the drafter covers all sequences.
+"""
