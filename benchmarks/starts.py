@@ -19,7 +19,7 @@ from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import TeacherSignals, TrainableDrafter
-from draftsmith.heads.initial_weights import fit_start, frequencies, input_sizes
+from draftsmith.heads.initial_weights import fit_start, frequencies, input_scales
 from draftsmith.heads.lm_head import most_frequent
 from draftsmith.train.recipe import load_recipe
 
@@ -90,7 +90,7 @@ def main() -> None:
             constant, before = constant_loss(teacher, others, q_V, tokens_D), mean_loss(drafter, teacher, others)
             started = time.perf_counter()
             fit_start(drafter.eval(), first, q_V)
-            sizes = [f"{size.total:.0f}" for size in input_sizes(drafter, first).values()]
+            sizes = [f"{size.total:.0f}" for size in input_scales(drafter, first).values()]
             seconds, after = time.perf_counter() - started, mean_loss(drafter, teacher, others)
             print(
                 f"{name} {family}: {after:.2f} ({before:.2f} before the fit); frequencies {constant:.2f}; "

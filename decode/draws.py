@@ -1,10 +1,10 @@
-"""The random draws of one round for several texts at once: u = f(seed of the text, number of its tokens, index).
+"""The random draws of one round for several sequences: u = f(seed of the sequence, number of its tokens, index).
 
-A draw is identified by its kind and a node of its text's own draft, whatever the drafts of other texts are. Nothing is
-counted, so a text depends neither on the texts beside it nor on how its batch computes. f is SplitMix64 (Steele et al.
-2014) in two levels: output `length` of a generator that starts at the seed is the start of another one, whose output
-`index` is the number. Its operations wrap around at 64 bits, as those of int64 tensors do. The exact tests replace
-`Draws` by one that enumerates all outcomes.
+A draw is identified by its kind and a node of its sequence's own draft, whatever the drafts of other sequences are.
+Nothing is counted, so a sequence depends neither on the sequences beside it nor on how its batch computes. f is
+SplitMix64 (Steele et al. 2014) in two levels: output `length` of a generator that starts at the seed is the start of
+another one, whose output `index` is the number. Its operations wrap around at 64 bits, as those of int64 tensors do.
+The exact tests replace `Draws` by one that enumerates all outcomes.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,20 +24,20 @@ KINDS = 3
 ROOM = 16
 """Nodes for which numbers are computed at once; more are computed when they are needed."""
 Node = int | Tensor
-"""The number of a draw in its text, for all texts or for each [B]."""
+"""The number of a draw in its sequence, for all sequences or for each [B]."""
 
-# Shapes: B texts, N nodes or indices, D tokens of a chain, P nodes and the root, V vocabulary.
+# Shapes: B sequences, N nodes or indices, D tokens of a chain, P nodes and the root, V vocabulary.
 
 
 class Draws:
-    """Random draws for B texts with these keys of the round. The result of a row that is not active has no meaning."""
+    """Random draws for B sequences with these keys of the round. The result of an inactive row has no meaning."""
 
     def __init__(self, keys_B: Tensor) -> None:
         self._keys_B = keys_B
         self._numbers_BNK = first_uniforms(keys_B, KINDS * ROOM).unflatten(1, (-1, KINDS))
 
     def of(self, rows: Sequence[int]) -> "Draws":
-        """Return the draws of these texts."""
+        """Return the draws of these sequences."""
         if list(rows) == list(range(len(self._keys_B))):
             return self
         return Draws(self._keys_B[constant(tuple(rows), self._keys_B.device)])
@@ -81,13 +81,13 @@ class Draws:
         return index_at(weights_BV, self._numbers(2, 1))[:, 0]
 
     def along(self, weights_BPV: Tensor, draft: DraftBatch) -> Tensor:
-        """Return [B, P]: a token after every place, in proportion to its weights [V].
+        """Return [B, P]: a token after every position, in proportion to its weights [V].
 
         Only the tokens along one path have a meaning: the one on which each node holds the token that was drawn after
         its parent.
         """
         numbers_BP = self._numbers(2, weights_BPV.shape[1])
-        if not draft.is_chain:  # places of equal depth use the same number: no path has two of them
+        if not draft.is_chain:  # positions of equal depth use the same number: no path has two of them
             numbers_BP = numbers_BP.gather(1, draft.depths().expand(weights_BPV.shape[:2]))
         return index_at(weights_BPV, numbers_BP[..., None])[..., 0]
 
@@ -105,11 +105,11 @@ class Draws:
 
 
 MakeDraws = Callable[[Sequence[int], Sequence[int], torch.device], Draws]
-"""Returns the draws of texts with these seeds and numbers of committed tokens; `Counts` hold `signed` seeds."""
+"""Returns the draws of sequences with these seeds and numbers of committed tokens; `Counts` hold `signed` seeds."""
 
 
 def seeded_draws(seeds: Sequence[int], lengths: Sequence[int], device: torch.device) -> Draws:
-    """Return the draws of a round of texts with these seeds and numbers of committed tokens."""
+    """Return the draws of a round of sequences with these seeds and numbers of committed tokens."""
     if not isinstance(seeds, Counts):
         seeds = Counts(map(signed, seeds), device)
     return Draws(round_keys(seeds.on_device_B, Counts.of(lengths, device).on_device_B))
@@ -123,7 +123,7 @@ BITS = 53
 
 
 def round_keys(seeds_B: Tensor, lengths_B: Tensor) -> Tensor:
-    """Return the keys [B] of texts with these seeds and numbers of committed tokens, all int64."""
+    """Return the keys [B] of sequences with these seeds and numbers of committed tokens, all int64."""
     return _output(seeds_B + (lengths_B + 1) * GOLDEN)
 
 

@@ -1,6 +1,6 @@
-"""The decoding loop: propose, verify, commit, until every text has ended; without a drafter all drafts are empty.
+"""The decoding loop: propose, verify, commit, until every sequence has ended; without a drafter all drafts are empty.
 
-Drafts are retrieved where the drafter can, else built by the policy, for all texts of a batch in lockstep.
+Drafts are retrieved where the drafter can, else built by the policy, for all sequences of a batch in lockstep.
 """
 
 import time
@@ -30,43 +30,47 @@ from draftsmith.heads.base import Drafter, Needs
 from draftsmith.heads.draft_tree import ROOT, Draft
 from draftsmith.heads.rows import Counts, Rows, rows_of
 
-# Shapes: B texts, N draft nodes, H hidden size, V vocabulary.
+# Shapes: B sequences, N draft nodes, H hidden size, V vocabulary.
 
 
-class _Numbers:
-    """Numbers of the texts on the device, [B] each, which rounds need.
+class _RoundInputs:
+    """The inputs of a round on the device, [B] each: seed, length, last token and room of every sequence.
 
-    `limit`: length of the longest text that the drafter can read.
+    Args:
+        limit: length of the longest sequence that the drafter can read.
     """
 
-    def __init__(self, texts: Sequence[DecodeSequence], limit: int | None, device: torch.device) -> None:
+    def __init__(self, sequences: Sequence[DecodeSequence], limit: int | None, device: torch.device) -> None:
         self._limit, self._device = limit, device
-        self.seeds = Counts([signed(text.seed) for text in texts], device)
-        self.lengths = Counts([len(text.tokens) for text in texts], device)
+        self.seeds = Counts([signed(sequence.seed) for sequence in sequences], device)
+        self.lengths = Counts([len(sequence.tokens) for sequence in sequences], device)
         """Number of tokens."""
         self.roots = self.rooms = Rows([], device)
         """The last token, and the maximum depth of the draft after it."""
 
     def advance(
-        self, texts: Sequence[DecodeSequence], new: list[list[int]], *lists: Sequence[Sequence[int]]
+        self, sequences: Sequence[DecodeSequence], new: list[list[int]], *lists: Sequence[Sequence[int]]
     ) -> list[Rows]:
         """Return the new tokens and other lists on the device: all that rounds upload of their outcome, at once."""
-        rooms = [text.room if self._limit is None else min(text.room, self._limit - len(text.tokens)) for text in texts]
-        roots = [text.tokens[-1:] for text in texts]
+        rooms = [
+            sequence.room if self._limit is None else min(sequence.room, self._limit - len(sequence.tokens))
+            for sequence in sequences
+        ]
+        roots = [sequence.tokens[-1:] for sequence in sequences]
         *rows, self.roots, self.rooms = Rows.together(self._device, new, *lists, roots, [[room] for room in rooms])
         self.lengths = self.lengths + rows[0].counts
         return rows
 
     def keep(self, rows: list[int]) -> None:
-        """Keep only these texts, in this order."""
+        """Keep only these sequences, in this order."""
         self.roots, self.rooms = self.roots.keep(rows), self.rooms.keep(rows)
         self.seeds, self.lengths = self.seeds.keep(rows), self.lengths.keep(rows)
 
 
 class DecodeLoop:
-    """Decodes several texts together. Implements `Context` of heads/base.py for the drafter.
+    """Decodes several sequences together. Implements `Context` of heads/base.py for the drafter.
 
-    A text is removed from `texts` when it ends, and its row from every cache.
+    A sequence is removed from `texts` when it ends, and its row from every cache.
     """
 
     def __init__(
@@ -74,14 +78,14 @@ class DecodeLoop:
         target: TransformersTarget,
         drafter: Drafter | None,
         policy: Policy | None,
-        texts: Sequence[DecodeSequence],
+        sequences: Sequence[DecodeSequence],
         processors: Processors,
         rule: Rule | None = None,
         widths: dict[int, int] | None = None,
         *,
         compile: bool = False,
     ) -> None:
-        self.texts = list(texts)
+        self.texts = list(sequences)
         self._compile = compile
         self._runners: list[ModelRunner] = []
         self._target, self._drafter = target, drafter
@@ -97,14 +101,14 @@ class DecodeLoop:
         """Length of the next drafts that are not retrieved; None where it depends on q."""
         self.clock = time.perf_counter
         """The clock of the seconds in records, except for drafting on CUDA."""
-        for text in self.texts:
-            text.shared_with = self.texts[0].number
-            text.policy = None if policy is None else policy.fresh()
+        for sequence in self.texts:
+            sequence.shared_with = self.texts[0].number
+            sequence.policy = None if policy is None else policy.fresh()
 
     def runner(self, model: nn.Module, *, width: int = 0) -> ModelRunner:
-        sources = [text.source for text in self.texts]
+        sources = [sequence.source for sequence in self.texts]
         model = cast(PreTrainedModel, model)  # or a `DraftNetwork`, which has the same interface
-        longest = max(text.max_length for text in self.texts) + width  # a block may end after the text
+        longest = max(sequence.max_length for sequence in self.texts) + width  # a block may end after the sequence
         policy = self.texts[0].policy
         if self._compile and policy is not None:  # storage does not grow
             longest += policy.most_nodes.read
@@ -116,13 +120,13 @@ class DecodeLoop:
 
     @property
     def last_tokens_B1(self) -> Tensor:
-        return self._numbers.roots.values_BW
+        return self._inputs.roots.values_BW
 
     def take_features(self, counts: Sequence[int]) -> Tensor:
         return self._features.take(counts)
 
     def close(self) -> None:
-        """Leave the drafter's compiled passes to later texts, and free its caches; this loop is not used again."""
+        """Leave the drafter's compiled passes to later sequences, and free its caches; this loop is not used again."""
         for runner in self._runners:
             runner.close()
         self._runners.clear()
@@ -130,7 +134,7 @@ class DecodeLoop:
         del self.texts, self.hidden, self._features, self._committed, self._proposer
 
     def prefill(self) -> list[tuple[DecodeSequence, list[int]]]:
-        """Read the prompts and commit the first token of each; return every text with its new tokens."""
+        """Read the prompts and commit the first token of each; return every sequence with its new tokens."""
         layers = () if self._drafter is None else self._drafter.needs.layers
         logits_BV, drafter = self._target.prefill(self.texts, layers), self._drafter
         self._device = logits_BV.device
@@ -139,32 +143,32 @@ class DecodeLoop:
             self._committed = CommittedTokens.of(self.texts, self._device)
         if drafter is not None:
             self._proposer = Proposer(drafter, self._processors, _shared(drafter, logits_BV.shape[1]))
-        texts, batch = self.texts, DraftBatch.empty(len(self.texts), self._device)
-        self._numbers = _Numbers(texts, None if drafter is None else drafter.context_limit, self._device)
+        sequences, batch = self.texts, DraftBatch.empty(len(self.texts), self._device)
+        self._inputs = _RoundInputs(sequences, None if drafter is None else drafter.context_limit, self._device)
         results = self._decided(logits_BV[:, None], batch, self._draws())
         if drafter is not None:
             self._hand_over(None)
         new = self._commit(batch.read([]), results, logits_BV[:, None])
-        (tokens,) = self._numbers.advance(texts, new)
+        (tokens,) = self._inputs.advance(sequences, new)
         if self._committed is not None:
             self._committed.append(tokens)
         self._finish(started=False)
         if drafter is not None and self.texts:
             drafter.start(self)
-        return list(zip(texts, new, strict=True))
+        return list(zip(sequences, new, strict=True))
 
     def round(self) -> list[tuple[DecodeSequence, list[int], Round]]:
-        """Propose, verify and commit once; return every unfinished text with its new tokens and the round's record."""
+        """Propose, verify and commit once; return every unfinished sequence with its new tokens and its record."""
         started = self.clock()
         clock = self._clock
         clock.start()
         draws = self._draws()
         batch, builders = DraftBatch.empty(len(self.texts), self._device), []
         if self._proposer is not None:
-            rooms = self._numbers.rooms.last()
+            rooms = self._inputs.rooms.last()
             batch, builders = self._proposer.propose(self.texts, rooms, self.draft_length, draws, self._committed)
         clock.end("draft")
-        tokens_BQ = torch.cat([self._numbers.roots.values_BW, batch.tokens_BN], 1)
+        tokens_BQ = torch.cat([self._inputs.roots.values_BW, batch.tokens_BN], 1)
         logits_BQV = self._target.verify(tokens_BQ, batch.shapes)
         results = self._decided(logits_BQV, batch, draws)
         verified = self.clock()  # the device has nothing left to do: the outcome was read
@@ -174,7 +178,7 @@ class DecodeLoop:
         results = [result.first(len(tokens)) for result, tokens in zip(results, new, strict=True)]
         slots = self._observe(drafts, builders, results)
         paths = [list(result.path) for result in results]
-        tokens, accepted, read = self._numbers.advance(self.texts, new, paths, slots)
+        tokens, accepted, read = self._inputs.advance(self.texts, new, paths, slots)
         self._take_over(accepted, tokens)
         if self._drafter is not None:
             self._drafter.rollback(read)
@@ -182,12 +186,12 @@ class DecodeLoop:
         out = []
         seconds = (draft_seconds, verified - started - draft_seconds, ended - started)
         same: dict[tuple, Round] = {}
-        """The record of texts with equal outcomes, which share it."""
-        for text, draft, result, tokens in zip(self.texts, drafts, results, new, strict=True):
+        """The record of sequences with equal outcomes, which share it."""
+        for sequence, draft, result, tokens in zip(self.texts, drafts, results, new, strict=True):
             outcome = (draft.drafted, draft.depth, result.accepted, len(tokens), result.overlap)
             record = same.get(outcome) or same.setdefault(outcome, Round(*outcome, *seconds))
-            text.rounds.append(record)
-            out.append((text, tokens, record))
+            sequence.rounds.append(record)
+            out.append((sequence, tokens, record))
         self._finish()
         return out
 
@@ -195,31 +199,31 @@ class DecodeLoop:
         """Return the random draws of the next round; greedy decoding has none."""
         if self._processors.greedy:
             return None
-        return self.draws_of(self._numbers.seeds, self._numbers.lengths, self._device)
+        return self.draws_of(self._inputs.seeds, self._inputs.lengths, self._device)
 
     def _decided(self, logits_BQV: Tensor, batch: DraftBatch, draws: Draws | None) -> list[VerifyResult]:
-        """Return the outcome for each text."""
+        """Return the outcome for each sequence."""
 
         def contexts() -> Contexts:
-            assert self._committed is not None, "kept where a processor reads the text"
-            return batch.contexts(self._committed, [text.number for text in self.texts])
+            assert self._committed is not None, "kept where a processor reads the sequence"
+            return batch.contexts(self._committed, [sequence.number for sequence in self.texts])
 
         return decide(logits_BQV, batch, draws, self._processors, self._rule, contexts)
 
     def _commit(self, drafts: list[Draft], results: list[VerifyResult], logits_BQV: Tensor) -> list[list[int]]:
-        """Commit what was accepted and the tokens after it, and return the new tokens of each text.
+        """Commit what was accepted and the tokens after it, and return the new tokens of each sequence.
 
         Raises:
-            DraftsmithError: if a text has not ended where the processors forbid every token.
+            DraftsmithError: if a sequence has not ended where the processors forbid every token.
         """
         new = []
-        for row, (text, draft, result) in enumerate(zip(self.texts, drafts, results, strict=True)):
+        for row, (sequence, draft, result) in enumerate(zip(self.texts, drafts, results, strict=True)):
             path = [draft.tokens[node] for node in result.path]
-            new.append(text.commit(path if result.next_token == NOT_DRAWN else [*path, result.next_token]))
-            if result.next_token == NOT_DRAWN and text.stopped_by is None:
-                place = result.path[-1] + 1 if result.path else 0
-                before = contexts_of([text.padding + text.tokens], self._device, text.number)
-                self._processors.raise_empty(logits_BQV[row, place][None], before)
+            new.append(sequence.commit(path if result.next_token == NOT_DRAWN else [*path, result.next_token]))
+            if result.next_token == NOT_DRAWN and sequence.stopped_by is None:
+                position = result.path[-1] + 1 if result.path else 0
+                before = contexts_of([sequence.padding + sequence.tokens], self._device, sequence.number)
+                self._processors.raise_empty(logits_BQV[row, position][None], before)
         return new
 
     def _take_over(self, paths: Rows, new: Rows) -> None:
@@ -241,7 +245,7 @@ class DecodeLoop:
             self.hidden = self._target.hidden(read.after_root.last() + ROOT)
         counts = read.counts + 1
         if paths is None:
-            counts = Counts([len(text.tokens) for text in self.texts], self._device)
+            counts = Counts([len(sequence.tokens) for sequence in self.texts], self._device)
         features_BnF = self._target.features(paths)
         if features_BnF is not None:
             self._features.add(features_BnF, counts)
@@ -251,26 +255,27 @@ class DecodeLoop:
     ) -> list[list[int]]:
         """Pass results to the policies; return the slots of accepted nodes that the drafter has read.
 
-        Policies learn nothing from a draft inside which its text ended: its other tokens are neither right nor wrong.
+        Policies learn nothing from a draft inside which its sequence ended: its other tokens are neither right nor
+        wrong.
         """
         if not builders:  # chains on the device, of which the drafter has read all tokens but the last
             return [[node for node in result.path if node < len(drafts[0]) - 1] for result in results]
         slots: list[list[int]] = []
-        for text, draft, builder, result in zip(self.texts, drafts, builders, results, strict=True):
+        for sequence, draft, builder, result in zip(self.texts, drafts, builders, results, strict=True):
             retrieved = len(draft) > 0 and not builder.tokens
             slots.append([] if retrieved else builder.read_slots(result.path))
-            if text.policy is None or not text.policy.learns or result.next_token == NOT_DRAWN:
+            if sequence.policy is None or not sequence.policy.learns or result.next_token == NOT_DRAWN:
                 continue
             if retrieved:
                 greedy = self._processors.greedy
-                text.policy.observe_retrieved(builder.found, len(draft), result.accepted, greedy=greedy)
+                sequence.policy.observe_retrieved(builder.found, len(draft), result.accepted, greedy=greedy)
             else:
-                text.policy.observe(builder, draft, result)
+                sequence.policy.observe(builder, draft, result)
         return slots
 
     def _finish(self, *, started: bool = True) -> None:
-        """Drop the rows of texts that have ended, in the target and, once it has `started`, in the drafter."""
-        running = [row for row, text in enumerate(self.texts) if text.stopped_by is None]
+        """Drop the rows of sequences that have ended, in the target and, once it has `started`, in the drafter."""
+        running = [row for row, sequence in enumerate(self.texts) if sequence.stopped_by is None]
         if len(running) == len(self.texts):
             return
         running = _moved_up(running)
@@ -281,7 +286,7 @@ class DecodeLoop:
         if self._committed is not None:
             self._committed.keep(running)
         self._features.keep(running)
-        self._numbers.keep(running)
+        self._inputs.keep(running)
         if self.hidden is not None:
             self.hidden = rows_of(self.hidden, running)
         if started and self._drafter is not None:

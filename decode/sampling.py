@@ -216,7 +216,7 @@ class Processors:
             return processor(before.ids(range(len(before.lengths))), cast(torch.FloatTensor, scores_NV.clone()))
         out_NV = torch.empty_like(scores_NV)
         for rows in groups.values():
-            copies, text = (1, 0) if together else (self._texts, before.texts[rows[0]])
+            copies, text = (1, 0) if together else (self._texts, before.sequences[rows[0]])
             ids = cast(torch.LongTensor, before.ids(rows).repeat(copies, 1))
             scores = scores_NV[rows].repeat(copies, 1)  # a copy, for in-place processors
             processed = processor(ids, cast(torch.FloatTensor, scores))
@@ -231,7 +231,7 @@ def _allowed(processor: PrefixConstrainedLogitsProcessor, scores_NV: Tensor, bef
     allowed where it returns none, which is an error in transformers.
     """
     out_NV = torch.full_like(scores_NV, -torch.inf)
-    for row, text in enumerate(before.texts):
+    for row, text in enumerate(before.sequences):
         ids_1T = before.ids([row])
         tokens = processor._prefix_allowed_tokens_fn(text // processor._num_beams, ids_1T[0])
         if len(tokens) > 0:

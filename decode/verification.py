@@ -15,7 +15,7 @@ from draftsmith.decode.sampling import MakeContexts, Processors
 from draftsmith.errors import ConfigError
 from draftsmith.heads.rows import constant
 
-# Shapes: B texts, Q or P places of each, V vocabulary.
+# Shapes: B sequences, Q or P positions of each, V vocabulary.
 
 
 def decide(
@@ -26,19 +26,19 @@ def decide(
     rule: Rule | None,
     contexts: MakeContexts,
 ) -> list[VerifyResult]:
-    """Return the outcome for each text, and read the drafts into `batch`, in one transfer.
+    """Return the outcome for each sequence, and read the drafts into `batch`, in one transfer.
 
     Args:
         logits_BQV: the target's logits after the root and after every node.
         draws: None: the target's most likely tokens are followed.
         rule: None: the best one for each draft.
-        contexts: the tokens before each place of each text.
+        contexts: the tokens before each position of each sequence.
 
     Raises:
         ConfigError: for processed logits that are NaN or infinite, except -inf for tokens that are forbidden.
     """
     scores_BQV = processors.scores(logits_BQV.flatten(0, 1), contexts).unflatten(0, logits_BQV.shape[:2])
-    # Places after which the processors forbid every token.
+    # Positions after which the processors forbid every token.
     empty_BQ = scores_BQV.isneginf().all(-1) if processors.may_empty else None
     if draws is None:
         tokens_BQ = scores_BQV.argmax(-1)  # NaN, if there is one
@@ -100,7 +100,7 @@ def _by_rule(rule: Rule | None, batch: DraftBatch) -> dict[Rule, list[int]]:
 
 
 def _read(parts: Sequence[Tensor], wrong_BQ: Tensor, empty_BQ: Tensor | None, dtype: torch.dtype) -> list[list[Any]]:
-    """Return the values [B, n] of all parts, in one transfer; ConfigError where a place is wrong and not empty."""
+    """Return the values [B, n] of all parts, in one transfer; ConfigError where a position is wrong and not empty."""
     wrong_BQ = wrong_BQ if empty_BQ is None else wrong_BQ & ~empty_BQ
     rows = torch.cat([*parts, wrong_BQ.any(1, keepdim=True).to(parts[0].dtype)], 1).tolist()
     if any(row[-1] for row in rows):

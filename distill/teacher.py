@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import FINAL, TeacherSignals
-from draftsmith.heads.flat_rows import is_measured, read_flat, reading_rows
+from draftsmith.heads.flat_rows import is_measured, padded_reads, read_flat
 from draftsmith.heads.hidden_states import (
     Features,
     ProcessorInputs,
@@ -137,7 +137,7 @@ def require_packable(model: PreTrainedModel, role: str = "target") -> None:
     documents_BT = document_numbers([[5, 4], [3, 6]], 9).to(device)
     model.eval()
     try:
-        with reading_rows(model):
+        with padded_reads(model):
             packed_BTH, other_BTH = (
                 final_states(model, row_BT, torch.ones_like(ids_BT), documents_BT=documents_BT)
                 for row_BT in (ids_BT, changed_BT)
@@ -181,7 +181,7 @@ def measure_flat_rows(model: PreTrainedModel) -> None:
     seen_BT = (ids_BT > 0).long()
     model.eval()
     try:
-        with reading_rows(model):
+        with padded_reads(model):
             rows_NH = final_states(model, ids_BT, seen_BT)[seen_BT.bool()]
         # As documents, since a GPU reads no other rows flat.
         flat_NH = final_states(model, ids_BT, seen_BT, documents_BT=torch.zeros_like(ids_BT))[seen_BT.bool()]

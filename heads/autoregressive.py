@@ -212,7 +212,7 @@ class NetworkDrafter(TrainableDrafter, Generic[Network]):
     def feature_inputs(self, signals: TeacherSignals) -> Tensor:
         """Return the inputs [n, F] of the feature layer at trained positions, sampled."""
         layer = self.feature_layer()
-        assert layer is not None, "`input_sizes` asks drafters that have one"
+        assert layer is not None, "`input_scales` asks drafters that have one"
         assert signals.features_BTF is not None, "the drafter's needs name layers"
         features_nF = sampled(signals.features_BTF[signals.mask_BT])
         return inputs_of(layer, lambda: self.body.project(features_nF.to(self.body.dtype)))

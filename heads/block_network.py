@@ -70,9 +70,10 @@ Sinks = Callable[[int], Tensor | None]
 
 
 def cached_block(cache: Any, mask: Tensor | None, sees: Visibility, sinks: Sinks) -> Attend:
-    """Return the attention of decoding: a position of the block sees, of what its last one sees, what `sees` says.
+    """Return the attention of a block that is decoded over a cache.
 
-    The block takes the last slots that it sees; there may be others between the features and the block.
+    Each position attends to the slots that the mask allows for the last position of the block and `sees` for its own.
+    The block has the last of these slots; there may be other slots between the features and the block.
     """
     mask_B11S = None if mask is None else mask[:, :, -1:]
 

@@ -259,7 +259,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             last_B1 = (counts.on_device_B - 1).clamp_min(0)[:, None]
             last, best = partial(self._projected, features_BCF, last_B1), partial(best_tokens, self._logits_BKD)
             block = Block(self._states_BKH, last, best, self._tokens, self.body.embed)
-            self._start_B1r = self.transitions.begin(block)[:, None]
+            self._start_B1r = self.transitions.initial_state(block)[:, None]
 
     def _projected(self, features_BCF: Tensor, places_Bn: Tensor) -> Tensor:
         """Return the projected features [B, n, H] at some places."""
@@ -296,7 +296,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         if self.transitions is None:
             return self._expanded(logits_BnD.expand(*self._before_Bn.shape, -1))
         before_Bn = self._before_Bn.to(logits_BnD.device)
-        values_BnX, self._carried_Bnr = self.transitions.read(self._carried_Bnr, before_Bn, self._nodes_BnX)
+        values_BnX, self._carried_Bnr = self.transitions.step(self._carried_Bnr, before_Bn, self._nodes_BnX)
         self._nodes_BnX = torch.cat([self._nodes_BnX, values_BnX], -1)
         return self._expanded(self.transitions(logits_BnD, values_BnX, walks=True))
 
@@ -338,7 +338,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             states_BAKH = states_BAbH[:, :, body.first :]
             last = partial(self._projected, features_BTF, (chosen_BA - 1).clamp_min(0))
             block = Block(states_BAKH, last, partial(self._best, states_BAKH), self._tokens, body.embed)
-            carried = self.transitions.begin(block)
+            carried = self.transitions.initial_state(block)
         for k in range(self.steps):
             towards_BA = torch.where((anchors_BA >= 0) & (anchors_BA + k + 1 < T), anchors_BA + k, -1)
             if documents_BT is not None:
@@ -347,7 +347,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             states_BAD = states_BAbH[:, :, k + body.first]
             if self.transitions is not None and carried is not None:
                 before_BA = ids_BT.gather(1, towards_BA.clamp_min(0))
-                values_BAX, carried = self.transitions.read(carried, before_BA, states_BAD)
+                values_BAX, carried = self.transitions.step(carried, before_BA, states_BAD)
                 states_BAD = torch.cat([states_BAD, values_BAX], -1)
             unrolled.append(
                 DraftStates.in_rows(

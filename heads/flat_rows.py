@@ -120,8 +120,8 @@ def is_measured(model: PreTrainedModel) -> bool:
 
 
 @contextmanager
-def reading_rows(model: PreTrainedModel) -> Iterator[None]:
-    """Let `final_states` read rows as they are, whether `model` reads flat rows or not."""
+def padded_reads(model: PreTrainedModel) -> Iterator[None]:
+    """Let `final_states` read padded rows inside the context, even where `model` reads flat rows."""
     before = _FITTING.pop(model, None)
     try:
         yield

@@ -165,8 +165,8 @@ def best_state(head: Callable[[Tensor], Tensor], frequencies_V: Tensor, hidden_s
 
 
 @dataclass(frozen=True, eq=False)
-class InputSizes:
-    """The sizes of a linear layer's inputs."""
+class InputScales:
+    """The scales of a linear layer's inputs."""
 
     columns_F: Tensor
     """See `typical_sizes`."""
@@ -174,22 +174,22 @@ class InputSizes:
     """Median over the inputs of their sum of absolute values: by how much an output moves per unit of a weight's."""
 
     @classmethod
-    def of(cls, inputs_nF: Tensor) -> "InputSizes":
+    def of(cls, inputs_nF: Tensor) -> "InputScales":
         return cls(typical_sizes(inputs_nF), float(inputs_nF.abs().sum(-1).median()))
 
 
 @torch.no_grad()
-def input_sizes(drafter: TrainableDrafter, signals: TeacherSignals) -> dict[Tensor, InputSizes]:
-    """Return the sizes of what the drafter's layers on the target's features and its own lm_heads read, by weight."""
-    sizes: dict[Tensor, InputSizes] = {}
+def input_scales(drafter: TrainableDrafter, signals: TeacherSignals) -> dict[Tensor, InputScales]:
+    """Return the input scales of the drafter's layer on the target's features and of its own lm_heads, by weight."""
+    scales: dict[Tensor, InputScales] = {}
     layer, heads = drafter.feature_layer(), drafter.own_lm_heads()
     if layer is not None:
-        sizes[layer.weight] = InputSizes.of(drafter.feature_inputs(signals))
+        scales[layer.weight] = InputScales.of(drafter.feature_inputs(signals))
     unrolled = drafter.unroll(signals) if heads else []
     for head in dict.fromkeys(heads):
         entries = [entry for entry, own in zip(unrolled, heads, strict=True) if own is head]
-        sizes[head.weight] = InputSizes.of(lm_head_inputs(head, entries, signals))
-    return sizes
+        scales[head.weight] = InputScales.of(lm_head_inputs(head, entries, signals))
+    return scales
 
 
 @torch.no_grad()

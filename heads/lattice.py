@@ -78,7 +78,7 @@ class LatticeReranker(CandidateTransitions):
         self.factor_input_proj = nn.Linear(3 * size, size)
         self.out_head, self.in_head, self.anchor_out_head = (nn.Linear(size, dim) for _ in range(3))
 
-    def begin(self, block: Block) -> Tensor:
+    def initial_state(self, block: Block) -> Tensor:
         """Return the rows of each position, and of one after the last for its tokens, [..., K + 1, R, k]."""
         k, shape, (log_probs_nKk, best_nKk) = self.top_k, block.states_nKM.shape[:-2], block.best(self.top_k)
         tokens_nKk = block.tokens(best_nKk)
@@ -132,7 +132,7 @@ class LatticeReranker(CandidateTransitions):
     def _unit(self, x: Tensor) -> Tensor:
         return normalize(x, dim=-1, eps=self.options["vector_eps"])
 
-    def read(self, carried_nr: Tensor, before_n: Tensor, states_nH: Tensor) -> tuple[Tensor, Tensor]:
+    def step(self, carried_nr: Tensor, before_n: Tensor, states_nH: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scores after the tokens, and the candidates that they are of."""
         k, rows_nRk = self.top_k, carried_nr[..., 0, :, :]
         same_nk = rows_nRk[..., k + 1, :] == before_n[..., None]

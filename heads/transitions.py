@@ -44,16 +44,16 @@ class Transitions(nn.Module, ABC):
     """Scores of the tokens of a position by the token before it."""
 
     @abstractmethod
-    def begin(self, block: Block) -> Tensor:
-        """Return what the first position of blocks receives, [n, ...]."""
+    def initial_state(self, block: Block) -> Tensor:
+        """Return the recurrent state [n, ...] before the first position of blocks."""
 
     @abstractmethod
-    def read(self, carried_nr: Tensor, before_n: Tensor, states_nH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return values [n, X] of the tokens before and the states, and what the next position receives."""
+    def step(self, carried_nr: Tensor, before_n: Tensor, states_nH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return values [n, X] of the tokens before and the states, and the recurrent state of the next position."""
 
     @abstractmethod
     def forward(self, logits_nD: Tensor, values_nX: Tensor, walks: bool = False) -> Tensor:
-        """Return logits [n, D] after the tokens whose values `read` returned; `logits_nD` are those of the states.
+        """Return logits [n, D] after the tokens whose values `step` returned; `logits_nD` are those of the states.
 
         With `walks` those from which a walk draws: -inf for tokens that are no candidates. In training all are finite.
         """
@@ -104,10 +104,10 @@ class CandidateSelector(CandidateTransitions):
         self.successor_codebook = nn.Parameter(torch.zeros(outputs, rank))
         self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
 
-    def begin(self, block: Block) -> Tensor:
+    def initial_state(self, block: Block) -> Tensor:
         return block.states_nKM[..., 0, :0]
 
-    def read(self, carried_nr: Tensor, before_n: Tensor, states_nH: Tensor) -> tuple[Tensor, Tensor]:
+    def step(self, carried_nr: Tensor, before_n: Tensor, states_nH: Tensor) -> tuple[Tensor, Tensor]:
         return self.predecessor_codebook[before_n] * self.hidden_projection(states_nH), carried_nr
 
     def scores(self, unary_nk: Tensor, candidates_nk: Tensor, values_nX: Tensor) -> Tensor:
@@ -136,10 +136,10 @@ class MarkovBias(Transitions):
         self.joint_proj = nn.Linear(hidden_size + 2 * rank, 3 * rank) if kind == "rnn" else None
         nn.init.zeros_(self.markov_w2.weight)
 
-    def begin(self, block: Block) -> Tensor:
+    def initial_state(self, block: Block) -> Tensor:
         return block.states_nKM.new_zeros(*block.states_nKM.shape[:-2], self.markov_w2.in_features)
 
-    def read(self, carried_nr: Tensor, before_n: Tensor, states_nH: Tensor) -> tuple[Tensor, Tensor]:
+    def step(self, carried_nr: Tensor, before_n: Tensor, states_nH: Tensor) -> tuple[Tensor, Tensor]:
         """Return e, which confidence heads read, and l where it is another; only `rnn` carries a state."""
         embeds_nr = self.markov_w1(before_n)
         if self.gate_proj is not None:

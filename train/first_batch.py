@@ -7,7 +7,7 @@ import torch
 
 from draftsmith.distill.teacher import Batch
 from draftsmith.heads.base import TeacherSignals, TrainableDrafter
-from draftsmith.heads.initial_weights import fit_start, frequencies, input_sizes
+from draftsmith.heads.initial_weights import fit_start, frequencies, input_scales
 from draftsmith.train.models import token_counts
 from draftsmith.train.non_finite import finite_rows
 from draftsmith.train.optimizers import Sizes
@@ -43,7 +43,7 @@ def start_drafter(
         later = islice(_rows(recipe, data, set(recipe.data.exclude_rows)), 1, None)
         more = (teacher.signals(batch(rows)) for rows in later)
         fit_start(drafter, signals, frequencies(counts_V).to(signals.hidden_BTH.device), more)
-    sizes = input_sizes(drafter, signals)
+    sizes = input_scales(drafter, signals)
     drafter.train()
     return sizes
 

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from draftsmith.heads.base import TrainableDrafter
-    from draftsmith.heads.initial_weights import InputSizes
+    from draftsmith.heads.initial_weights import InputScales
 
 Optimizers = list["torch.optim.Optimizer"]
-Sizes = dict["Tensor", "InputSizes"]
+Sizes = dict["Tensor", "InputScales"]
 """The sizes of the inputs of some weights of a drafter."""
 BETAS = (0.9, 0.95)
 """AdamW's."""

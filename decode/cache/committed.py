@@ -1,9 +1,9 @@
-"""Committed tokens on the device: their ids, for processors that read the text, and their features.
+"""Committed tokens on the device: their ids, for processors that read the sequence, and their features.
 
 The ids are one tensor that grows, so a round costs their copy at most, not their conversion from a list. Features of
 the target are kept from the pass that reads the tokens until the drafter takes them:
 
-    row 0   f3 f4 f5        `add` appends on the right, `take` removes from the left, for all texts at once
+    row 0   f3 f4 f5        `add` appends on the right, `take` removes from the left, for all sequences at once
     row 1   f2 . .
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftsmith.heads.rows import Counts, Rows, rows_of
 
-# Shapes: n rows of logits, B texts, S slots, T tokens, D draft tokens on a path, Q tokens of a pass, F size of the
+# Shapes: n rows of logits, B sequences, S slots, T tokens, D draft tokens on a path, Q tokens of a pass, F size of the
 # features per position.
 
 SPARE = 64
@@ -23,23 +23,23 @@ SPARE = 64
 
 
 class CommittedText(Protocol):
-    """A text as processors read it."""
+    """A sequence as processors read it."""
 
     tokens: list[int]
     """The committed tokens."""
     padding: list[int]
     """Before them, on the left of the prompt in a batch."""
     number: int
-    """Index of the text in its batch."""
+    """Index of the sequence in its batch."""
 
 
 class CommittedTokens:
-    """The committed tokens of B texts on the device, [B, S]."""
+    """The committed tokens of B sequences on the device, [B, S]."""
 
-    def __init__(self, texts: Sequence[list[int]], device: torch.device) -> None:
-        self.lengths = Counts([0] * len(texts), device)
-        self._ids_BS = torch.zeros(len(texts), 0, dtype=torch.int64, device=device)
-        self.append(texts)
+    def __init__(self, sequences: Sequence[list[int]], device: torch.device) -> None:
+        self.lengths = Counts([0] * len(sequences), device)
+        self._ids_BS = torch.zeros(len(sequences), 0, dtype=torch.int64, device=device)
+        self.append(sequences)
 
     @staticmethod
     def of(sequences: Sequence[CommittedText], device: torch.device) -> "CommittedTokens":
@@ -47,7 +47,7 @@ class CommittedTokens:
         return CommittedTokens([sequence.padding + sequence.tokens for sequence in sequences], device)
 
     def append(self, new: Sequence[list[int]]) -> None:
-        """Append tokens to every text."""
+        """Append tokens to every sequence."""
         rows = Rows.of(new, self._ids_BS.device)
         if rows.width == 0:
             return
@@ -58,45 +58,45 @@ class CommittedTokens:
         self.lengths = self.lengths + rows.counts
 
     def keep(self, rows: list[int]) -> None:
-        """Keep only these texts, in this order."""
+        """Keep only these sequences, in this order."""
         self._ids_BS, self.lengths = rows_of(self._ids_BS, rows), self.lengths.keep(rows)
 
     def with_paths(
-        self, rows: Sequence[int], paths_nD: Tensor | None, depths: Counts, texts: Sequence[int]
+        self, rows: Sequence[int], paths_nD: Tensor | None, depths: Counts, sequences: Sequence[int]
     ) -> "Contexts":
-        """Return contexts of texts `rows`, each followed by the first `depths` tokens of its row of `paths_nD`.
+        """Return contexts of sequences `rows`, each followed by the first `depths` tokens of its row of `paths_nD`.
 
-        `texts`: for each row the index of its text in the whole batch.
+        `sequences`: for each row the index of its sequence in the whole batch.
         """
 
         def on_device() -> Tensor:
-            return self._of_texts(self.lengths.on_device_B[:, None], rows)[:, 0] + depths.on_device_B
+            return self._of_sequences(self.lengths.on_device_B[:, None], rows)[:, 0] + depths.on_device_B
 
         values = [self.lengths[row] + depth for row, depth in zip(rows, depths, strict=True)]
         lengths = Counts(values, self._ids_BS.device, on_device)
         if paths_nD is not None:
             self._reserve(max(self.lengths) + paths_nD.shape[1])
-        return Contexts(self, rows, paths_nD, lengths, texts)
+        return Contexts(self, rows, paths_nD, lengths, sequences)
 
-    def with_tokens(self, rows: Sequence[int], paths: Sequence[Sequence[int]], texts: Sequence[int]) -> "Contexts":
-        """Return contexts of texts `rows`, each followed by the tokens of its path; `texts` as in `with_paths`."""
+    def with_tokens(self, rows: Sequence[int], paths: Sequence[Sequence[int]], sequences: Sequence[int]) -> "Contexts":
+        """Return contexts of sequences `rows`, each followed by the tokens of its path; see `with_paths`."""
         longest = max(map(len, paths))
         wide = [[*path, *[0] * (longest - len(path))] for path in paths]
         paths_nD = torch.tensor(wide, device=self._ids_BS.device) if longest else None
-        return self.with_paths(rows, paths_nD, Counts(map(len, paths), self._ids_BS.device), texts)
+        return self.with_paths(rows, paths_nD, Counts(map(len, paths), self._ids_BS.device), sequences)
 
     def tokens(self, rows: Sequence[int], paths_nD: Tensor | None, width: int) -> Tensor:
-        """Return [n, width]: the tokens of texts `rows`, then those of `paths_nD`."""
+        """Return [n, width]: the tokens of sequences `rows`, then those of `paths_nD`."""
         if paths_nD is None:
-            return self._of_texts(self._ids_BS[:, :width], rows)
+            return self._of_sequences(self._ids_BS[:, :width], rows)
         D = paths_nD.shape[1]
-        starts_n1 = self._of_texts(self.lengths.on_device_B[:, None], rows)
-        wide_nS = self._of_texts(self._ids_BS[:, : max(width, max(self.lengths) + D)], rows)
+        starts_n1 = self._of_sequences(self.lengths.on_device_B[:, None], rows)
+        wide_nS = self._of_sequences(self._ids_BS[:, : max(width, max(self.lengths) + D)], rows)
         slots_nD = starts_n1 + torch.arange(D, device=self._ids_BS.device)
         return wide_nS.scatter_(1, slots_nD, paths_nD)[:, :width]
 
-    def _of_texts(self, values_BX: Tensor, rows: Sequence[int]) -> Tensor:
-        """Return a copy of the values of texts `rows`; without an upload where each text has equally many rows."""
+    def _of_sequences(self, values_BX: Tensor, rows: Sequence[int]) -> Tensor:
+        """Return a copy of the values of sequences `rows`; without an upload where each has equally many rows."""
         each = len(rows) // len(self.lengths)
         if list(rows) == [row for row in range(len(self.lengths)) for _ in range(each)]:
             return values_BX.repeat_interleave(each, 0)
@@ -109,9 +109,9 @@ class CommittedTokens:
 
 
 class Contexts:
-    """The tokens before n rows of logits: the committed ones of their texts and those on the path to each node.
+    """The tokens before n rows of logits: the committed ones of their sequences and those on the path to each node.
 
-    `lengths`: number of tokens before each row. `texts`: for each row the index of its text in the whole batch.
+    `lengths`: number of tokens before each row. `sequences`: for each row the index of its sequence in the whole batch.
     """
 
     def __init__(
@@ -120,10 +120,10 @@ class Contexts:
         rows: Sequence[int],
         paths_nD: Tensor | None,
         lengths: Counts,
-        texts: Sequence[int],
+        sequences: Sequence[int],
     ) -> None:
         self._committed, self._rows, self._paths_nD = committed, rows, paths_nD
-        self.lengths, self.texts = lengths, texts
+        self.lengths, self.sequences = lengths, sequences
 
     def ids(self, rows: Sequence[int]) -> torch.LongTensor:
         """Return the tokens [len(rows), T] before these rows, which have equal lengths."""
@@ -138,36 +138,36 @@ class Contexts:
         return cast(torch.LongTensor, torch.where(own_nT, ids_nT, ids_nT[:, :1]))
 
 
-def contexts_of(rows: Sequence[list[int]], device: torch.device, text: int = 0) -> Contexts:
-    """Return contexts that are given as lists; all rows belong to one text."""
+def contexts_of(rows: Sequence[list[int]], device: torch.device, sequence: int = 0) -> Contexts:
+    """Return contexts that are given as lists; all rows belong to one sequence."""
     none = Counts([0] * len(rows), device)
-    return CommittedTokens(rows, device).with_paths(range(len(rows)), None, none, [text] * len(rows))
+    return CommittedTokens(rows, device).with_paths(range(len(rows)), None, none, [sequence] * len(rows))
 
 
 # Features.
 
 
-def at_places(values_BQF: Tensor, places: Rows) -> Tensor:
-    """Return the values [B, n, F] at these places of each row; rows with fewer are padded with other values.
+def at_positions(values_BQF: Tensor, positions: Rows) -> Tensor:
+    """Return the values [B, n, F] at these positions of each row; rows with fewer are padded with other values.
 
-    A view, which copies nothing, where the places of all rows rise by one from 0.
+    A view, which copies nothing, where the positions of all rows rise by one from 0.
     """
-    if places.rise_from_0:
-        return values_BQF[:, : places.width]
-    return _gathered(values_BQF, places.values_BW)
+    if positions.rise_from_0:
+        return values_BQF[:, : positions.width]
+    return _gathered(values_BQF, positions.values_BW)
 
 
-def _gathered(values_BQF: Tensor, places_Bn: Tensor) -> Tensor:
-    rows_B1 = torch.arange(len(places_Bn), device=places_Bn.device)[:, None]
-    return values_BQF[rows_B1, places_Bn]
+def _gathered(values_BQF: Tensor, positions_Bn: Tensor) -> Tensor:
+    rows_B1 = torch.arange(len(positions_Bn), device=positions_Bn.device)[:, None]
+    return values_BQF[rows_B1, positions_Bn]
 
 
 class FeatureQueue:
-    """Features of the next tokens of each text, in the order of the tokens."""
+    """Features of the next tokens of each sequence, in the order of the tokens."""
 
     def __init__(self) -> None:
         self.counts: Counts | None = None
-        """Number of tokens of each text; None before the first."""
+        """Number of tokens of each sequence; None before the first."""
         self.values_BSF: Tensor | None = None
         """As wide as the largest count, padded on the right; None while the queue is empty."""
 
@@ -182,12 +182,12 @@ class FeatureQueue:
         if held.equal:  # to S, as the storage is as wide as the largest count
             self.values_BSF = both_BSF
             return
-        place_n, held_B1 = torch.arange(max(self.counts), device=both_BSF.device), held.on_device_B[:, None]
-        place_Bn = torch.where(place_n < held_B1, place_n, place_n - held_B1 + S)
-        self.values_BSF = _gathered(both_BSF, place_Bn.clamp_max(both_BSF.shape[1] - 1))
+        position_n, held_B1 = torch.arange(max(self.counts), device=both_BSF.device), held.on_device_B[:, None]
+        position_Bn = torch.where(position_n < held_B1, position_n, position_n - held_B1 + S)
+        self.values_BSF = _gathered(both_BSF, position_Bn.clamp_max(both_BSF.shape[1] - 1))
 
     def take(self, counts: Sequence[int]) -> Tensor:
-        """Remove the features of the next `counts` tokens of each text and return them, see `Context.take_features`."""
+        """Remove and return the features of the next `counts` tokens of each sequence, see `Context.take_features`."""
         values_BSF, held = self.values_BSF, self.counts
         assert values_BSF is not None, "only drafters that need features take them"
         assert held is not None
@@ -205,11 +205,11 @@ class FeatureQueue:
         if len(starts) == 1:
             (start,) = starts
             return values_BSF[:, start : start + most]
-        place_Bn = taken.on_device_B[:, None] + torch.arange(most, device=values_BSF.device)
-        return _gathered(values_BSF, place_Bn.clamp_max(values_BSF.shape[1] - 1))
+        position_Bn = taken.on_device_B[:, None] + torch.arange(most, device=values_BSF.device)
+        return _gathered(values_BSF, position_Bn.clamp_max(values_BSF.shape[1] - 1))
 
     def keep(self, rows: list[int]) -> None:
-        """Keep only these texts, in this order."""
+        """Keep only these sequences, in this order."""
         if self.values_BSF is not None and self.counts is not None:
             self.counts = self.counts.keep(rows)
             self.values_BSF = rows_of(self.values_BSF[:, : max(self.counts)], rows)

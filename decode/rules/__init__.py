@@ -6,9 +6,9 @@
     typical         any draft; LOSSY: texts are not distributed as the target's
     greedy          any draft under greedy decoding: the target's argmax
 
-A rule verifies the drafts of B texts, of any shapes that fit it, on the device: it reads no value, so a round needs one
-transfer to the host, that of the packed outcome. `p_BPV` is always [B, N + 1, V]: place 0 holds the target's
-distribution after the last committed token, place i + 1 the one after draft node i.
+A rule verifies the drafts of B sequences, of any shapes that fit it, on the device: it reads no value, so a round needs
+one transfer to the host, that of the packed outcome. `p_BPV` is always [B, N + 1, V]: position 0 holds the target's
+distribution after the last committed token, position i + 1 the one after draft node i.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from draftsmith.decode.rules.traversal import traversal_rule
 from draftsmith.errors import ConfigError
 from draftsmith.heads.draft_tree import Draft
 
-# Shapes: B texts, P places, V vocabulary.
+# Shapes: B sequences, P positions, V vocabulary.
 
 VerifyBatch = Callable[[Tensor, DraftBatch, Draws], Decided]
 """A rule: the target's distributions [B, P, V], the drafts and the random draws to the outcome, on the device."""

@@ -10,7 +10,7 @@ from draftsmith.decode.draws import Draws
 from draftsmith.decode.rules.outcome import Decided, VerifyResult
 from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft
 
-# Shapes: B texts, N draft nodes, P = N + 1 places, D levels of the draft, V vocabulary.
+# Shapes: B sequences, N draft nodes, P = N + 1 positions, D levels of the draft, V vocabulary.
 
 
 def verify_greedy(target_tokens: Sequence[int], draft: Draft) -> VerifyResult:
@@ -46,8 +46,8 @@ def point_mass_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Decided:
     sum_{x in children} p(x), the maximum of any rule for candidates that are not random.
     """
     drawn_BP = draws.along(p_BPV, draft)
-    place_BN = draft.places().expand_as(draft.tokens_BN)
-    leaf_B = _deepest(draft, drawn_BP.gather(1, place_BN) == draft.tokens_BN)
+    position_BN = draft.parent_positions().expand_as(draft.tokens_BN)
+    leaf_B = _deepest(draft, drawn_BP.gather(1, position_BN) == draft.tokens_BN)
     path_BD = draft.paths(leaf_B[:, None])[:, 0]
     next_B = drawn_BP.gather(1, leaf_B[:, None] + 1)[:, 0]
     return Decided(path_BD, next_B, along(_candidates(p_BPV, draft), path_BD, draft))
@@ -59,38 +59,38 @@ def _deepest(draft: DraftBatch, passes_BN: Tensor) -> Tensor:
         passes_BN = passes_BN & draft.valid_BN
     if draft.is_chain:
         return passes_BN.cumprod(1).sum(1) - 1
-    reached_BN, place_BN = passes_BN, draft.places().expand_as(passes_BN)
+    reached_BN, position_BN = passes_BN, draft.parent_positions().expand_as(passes_BN)
     for _ in range(draft.depth - 1):
         reached_BP = torch.nn.functional.pad(reached_BN, (1, 0), value=True)
-        reached_BN = passes_BN & reached_BP.gather(1, place_BN)
+        reached_BN = passes_BN & reached_BP.gather(1, position_BN)
     depth_BN = draft.depths()[:, 1:] * reached_BN
     return torch.where(reached_BN.any(1), depth_BN.argmax(1), ROOT)
 
 
 def _candidates(p_BPV: Tensor, draft: DraftBatch) -> Tensor:
-    """Return the probability [B, P] of the children of each place, which hold different tokens."""
-    place_BN = draft.places().expand(len(p_BPV), -1)
-    p_BN = _of_tokens(p_BPV, draft.tokens_BN, place_BN)
+    """Return the probability [B, P] of the children of each position, which hold different tokens."""
+    position_BN = draft.parent_positions().expand(len(p_BPV), -1)
+    p_BN = _of_tokens(p_BPV, draft.tokens_BN, position_BN)
     if draft.valid_BN is not None:
         p_BN = p_BN * draft.valid_BN
-    return torch.zeros_like(p_BPV[:, :, 0]).scatter_add_(1, place_BN, p_BN)
+    return torch.zeros_like(p_BPV[:, :, 0]).scatter_add_(1, position_BN, p_BN)
 
 
-def _of_tokens(p_BPV: Tensor, tokens_BN: Tensor, place_BN: Tensor) -> Tensor:
-    """Return the target's probability [B, N] of each draft token, whose parent has this place."""
+def _of_tokens(p_BPV: Tensor, tokens_BN: Tensor, position_BN: Tensor) -> Tensor:
+    """Return the target's probability [B, N] of each draft token, whose parent has this position."""
     rows_B1 = torch.arange(p_BPV.shape[0], device=p_BPV.device)[:, None]
-    return p_BPV[rows_B1, place_BN, tokens_BN]
+    return p_BPV[rows_B1, position_BN, tokens_BN]
 
 
 def along(values_BP: Tensor, path_BD: Tensor, draft: DraftBatch) -> Tensor:
     """Return the values [B, D] at the root and at the nodes of each path that have a valid child, and NaN elsewhere."""
-    place_BD = torch.cat([torch.zeros_like(path_BD[:, :1]), path_BD[:, :-1] + 1], 1)
+    position_BD = torch.cat([torch.zeros_like(path_BD[:, :1]), path_BD[:, :-1] + 1], 1)
     child_BN = torch.ones_like(draft.tokens_BN) if draft.valid_BN is None else draft.valid_BN.long()
     children_BP = torch.zeros_like(values_BP, dtype=torch.int64)
-    tested_BP = children_BP.scatter_add_(1, draft.places().expand_as(child_BN), child_BN) > 0
-    tested_BD = tested_BP.gather(1, place_BD)
+    tested_BP = children_BP.scatter_add_(1, draft.parent_positions().expand_as(child_BN), child_BN) > 0
+    tested_BD = tested_BP.gather(1, position_BD)
     tested_BD[:, 1:] &= path_BD[:, :-1] >= 0
-    return values_BP.gather(1, place_BD).masked_fill_(~tested_BD, torch.nan)
+    return values_BP.gather(1, position_BD).masked_fill_(~tested_BD, torch.nan)
 
 
 EPSILON, DELTA = 0.09, 0.3
@@ -106,8 +106,8 @@ def typical_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Decided:
     B, N = p_BPV.shape[0], len(draft)
     entropy_BP = -(p_BPV * p_BPV.clamp_min(1e-30).log()).sum(-1)
     threshold_BP = (DELTA * (-entropy_BP).exp()).clamp_max_(EPSILON)
-    place_BN = draft.places().expand(B, N)
-    leaf_B = _deepest(draft, _of_tokens(p_BPV, draft.tokens_BN, place_BN) > threshold_BP.gather(1, place_BN))
+    position_BN = draft.parent_positions().expand(B, N)
+    leaf_B = _deepest(draft, _of_tokens(p_BPV, draft.tokens_BN, position_BN) > threshold_BP.gather(1, position_BN))
     path_BD = draft.paths(leaf_B[:, None])[:, 0]
     next_B = draws.next(p_BPV[torch.arange(B, device=p_BPV.device), leaf_B + 1])
     return Decided(path_BD, next_B, along(_candidates(p_BPV, draft), path_BD, draft))

@@ -7,7 +7,7 @@ from draftsmith.decode.drafts.batch import DraftBatch
 from draftsmith.decode.draws import Draws
 from draftsmith.decode.rules.outcome import Decided, ratio, residual
 
-# Shapes: B texts, N draft nodes, P = N + 1 places, V vocabulary.
+# Shapes: B sequences, N draft nodes, P = N + 1 positions, V vocabulary.
 
 
 def token_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Decided:

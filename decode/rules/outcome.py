@@ -1,4 +1,4 @@
-"""The outcome of a verification rule, on the device and for one text, and what remains of p after a rejection."""
+"""The outcome of a verification rule, on the device and for one sequence, and what remains of p after a rejection."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from draftsmith.decode.draws import NOT_DRAWN
 from draftsmith.heads.draft_tree import ROOT
 from draftsmith.heads.rows import constant
 
-# Shapes: B texts, D levels of the draft, V vocabulary.
+# Shapes: B sequences, D levels of the draft, V vocabulary.
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class VerifyResult:
     path: tuple[int, ...]
     """Accepted nodes of the draft, starting with a child of the root."""
     next_token: int
-    """The correction after a rejection, or the bonus token after the path's last token; `NOT_DRAWN` where the text ends
-    with the path or the processors forbid every token."""
+    """The correction after a rejection, or the bonus token after the path's last token; `NOT_DRAWN` where the sequence
+    ends with the path or the processors forbid every token."""
     overlap: tuple[float, ...]
     """For each tested draft position, in order: sum over v of min(p_v, q_v); for tokens that were not drawn from q, the
     target's probability of the candidates; 1.0 or 0.0 under greedy decoding."""
@@ -32,14 +32,14 @@ class VerifyResult:
         return len(self.path)
 
     def until(self, empty: Sequence[float]) -> "VerifyResult":
-        """Return the result up to the first place on its path that is `empty`: no token is allowed after it."""
+        """Return the result up to the first position on its path that is `empty`: no token is allowed after it."""
         for count, node in enumerate([ROOT, *self.path]):
             if empty[node + 1]:
                 return self.first(count)
         return self
 
     def first(self, count: int) -> "VerifyResult":
-        """Return the result of a text that ends with the first `count` of the tokens: nothing after them was tested."""
+        """Return the result of a sequence that ends with the first `count` tokens: nothing after them was tested."""
         if count > self.accepted:
             return self
         return VerifyResult(self.path[:count], NOT_DRAWN, self.overlap[:count])
@@ -57,7 +57,7 @@ class Decided:
 
     @property
     def columns(self) -> int:
-        """Number of packed values of each text."""
+        """Number of packed values of each sequence."""
         return 1 + 2 * self.path_BD.shape[1]
 
     def packed(self) -> Tensor:
@@ -65,7 +65,7 @@ class Decided:
         return torch.cat([self.next_B[:, None], self.path_BD, self.overlap_BD.double()], 1)
 
     def result(self, values: Sequence[float]) -> VerifyResult:
-        """Return the result for one text, from its packed values."""
+        """Return the result for one sequence, from its packed values."""
         depth = self.path_BD.shape[1]
         path = (int(node) for node in values[1 : 1 + depth] if node >= 0)
         overlap = (value for value in values[1 + depth : self.columns] if value == value)
@@ -73,7 +73,7 @@ class Decided:
 
     @staticmethod
     def together(parts: Sequence[tuple[list[int], "Decided"]]) -> "Decided":
-        """Return the outcome of all texts, from those of some of them with their rows."""
+        """Return the outcome of all sequences, from those of some of them with their rows."""
         if len(parts) == 1:
             return parts[0][1]
         B, D = sum(len(rows) for rows, _ in parts), max(part.path_BD.shape[1] for _, part in parts)

@@ -13,19 +13,19 @@ from draftsmith.decode.rules.outcome import Decided, ratio, residual
 from draftsmith.heads.draft_tree import NO_NODE, ROOT, Parents, children_of
 from draftsmith.heads.rows import upload
 
-# Shapes: B texts, N draft nodes, P = N + 1 places, E steps, V vocabulary.
+# Shapes: B sequences, N draft nodes, P = N + 1 positions, E steps, V vocabulary.
 
 
 class Step(NamedTuple):
     """A step of the traversal, which visits children before their parent, whatever the draws are.
 
-    Numbers for all texts where their drafts have one shape, else [B].
+    Indices for all sequences where their drafts have one shape, else [B].
     """
 
     tests: bool
     """The path to `node` is tested, whose children were all removed; else its weight is set, before its children."""
     node: int | Tensor
-    place: int | Tensor
+    position: int | Tensor
     """Of its parent."""
     sibling: int | Tensor
     """The next one; `NO_NODE` after the last."""
@@ -45,9 +45,9 @@ def traversal_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Decided:
     weight_BP = torch.ones_like(p_BPV[..., 0], dtype=torch.float64)
     leaf_B = torch.full_like(p_BPV[:, 0, 0], ROOT, dtype=torch.int64)
     open_B = leaf_B == ROOT  # no path was accepted yet
-    for tests, node, place, sibling, exists_B in _steps(draft):
+    for tests, node, position, sibling, exists_B in _steps(draft):
         rows = slice(None) if isinstance(node, int) else torch.arange(len(open_B), device=open_B.device)
-        p_BV, q_BV, weight_B = p_BPV[rows, place], q_BNV[rows, node], weight_BP[rows, place]
+        p_BV, q_BV, weight_B = p_BPV[rows, position], q_BNV[rows, node], weight_BP[rows, position]
         token_B1 = draft.tokens_BN[rows, node][:, None]
         if not tests:
             ratio_B = (p_BV.gather(1, token_B1) / q_BV.gather(1, token_B1))[:, 0].double()
@@ -59,9 +59,9 @@ def traversal_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Decided:
         open_B = open_B & ~accepted_B
         left_B = (weight_B[:, None].to(p_BV.dtype) * p_BV - q_BV).clamp_min_(0).sum(-1).double()
         rest_BV = residual(p_BV, q_BV, weight_B)
-        # A text that has accepted a path takes nothing from its parent any more.
-        _put(p_BPV, rows, place, rest_BV / rest_BV.sum(-1, keepdim=True), active_B)
-        _put(weight_BP, rows, place, ratio(left_B, left_B + 1 - weight_B), active_B)
+        # A sequence that has accepted a path takes nothing from its parent any more.
+        _put(p_BPV, rows, position, rest_BV / rest_BV.sum(-1, keepdim=True), active_B)
+        _put(weight_BP, rows, position, ratio(left_B, left_B + 1 - weight_B), active_B)
         if isinstance(sibling, Tensor):
             _put(q_BNV, rows, sibling.clamp_min(0), without(q_BV, token_B1), sibling >= 0)
         elif sibling != NO_NODE:
@@ -71,11 +71,11 @@ def traversal_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Decided:
     return Decided(path_BD, draws.next(end_BV), along(overlap_BP, path_BD, draft))
 
 
-def _put(values: Tensor, rows: slice | Tensor, place: int | Tensor, new: Tensor, where_B: Tensor | None) -> None:
-    """Set the values [B, ...] at these places, of the texts in `where_B`."""
+def _put(values: Tensor, rows: slice | Tensor, position: int | Tensor, new: Tensor, where_B: Tensor | None) -> None:
+    """Set the values [B, ...] at these positions, of the sequences in `where_B`."""
     if where_B is not None:
-        new = torch.where(where_B[(...,) + (None,) * (new.dim() - 1)], new, values[rows, place])
-    values[rows, place] = new
+        new = torch.where(where_B[(...,) + (None,) * (new.dim() - 1)], new, values[rows, position])
+    values[rows, position] = new
 
 
 def without(q_BV: Tensor, token_B1: Tensor) -> Tensor:
@@ -85,27 +85,27 @@ def without(q_BV: Tensor, token_B1: Tensor) -> Tensor:
 
 
 def _overlap(p_BPV: Tensor, draft: DraftBatch) -> Tensor:
-    """Return the sum of min(p, q) [B, P] at each place that has children, and 0 elsewhere."""
+    """Return the sum of min(p, q) [B, P] at each position that has children, and 0 elsewhere."""
     overlap_BP, shapes = torch.zeros_like(p_BPV[..., 0]), draft.shapes
     if len(shapes) == 1:
-        for place, below in enumerate(children_of(shapes[0])):
+        for position, below in enumerate(children_of(shapes[0])):
             if below:
-                overlap_BP[:, place] = torch.minimum(p_BPV[:, place], draft.q_BNV[:, below[0]]).sum(-1)
+                overlap_BP[:, position] = torch.minimum(p_BPV[:, position], draft.q_BNV[:, below[0]]).sum(-1)
         return overlap_BP
     rows_B = torch.arange(len(p_BPV), device=p_BPV.device)
-    for node, place_B in enumerate(draft.places().unbind(1)):
-        value_B = torch.minimum(p_BPV[rows_B, place_B], draft.q_BNV[:, node]).sum(-1)
-        _put(overlap_BP, rows_B, place_B, value_B, None if draft.valid_BN is None else draft.valid_BN[:, node])
+    for node, position_B in enumerate(draft.parent_positions().unbind(1)):
+        value_B = torch.minimum(p_BPV[rows_B, position_B], draft.q_BNV[:, node]).sum(-1)
+        _put(overlap_BP, rows_B, position_B, value_B, None if draft.valid_BN is None else draft.valid_BN[:, node])
     return overlap_BP
 
 
 def _steps(draft: DraftBatch) -> list[Step]:
-    """Return the steps for all texts; texts of different shapes test the n-th node of their order together."""
+    """Return the steps for all sequences; sequences of different shapes test the n-th node of their order together."""
     shapes, valid_BN = draft.shapes, draft.valid_BN
     if len(shapes) == 1:
         return [
-            Step(tests, node, place, sibling, None if valid_BN is None else valid_BN[:, node])
-            for tests, node, place, sibling in _visits(shapes[0])
+            Step(tests, node, position, sibling, None if valid_BN is None else valid_BN[:, node])
+            for tests, node, position, sibling in _visits(shapes[0])
         ]
     kinds: list[bool] = []
     table: list[list[int]] = []
@@ -114,24 +114,24 @@ def _steps(draft: DraftBatch) -> list[Step]:
         tests = all(not queue or queue[-1][0] for queue in queues)
         kinds.append(tests)
         taken = [queue.pop() if queue and queue[-1][0] == tests else (tests, NO_NODE, 0, NO_NODE) for queue in queues]
-        table += [list(numbers) for numbers in zip(*(visit[1:] for visit in taken), strict=True)]
+        table += [list(nodes) for nodes in zip(*(visit[1:] for visit in taken), strict=True)]
     steps = upload(table, draft.tokens_BN.device).unflatten(0, (-1, 3))
     return [
-        Step(tests, node_B.clamp_min(0), place_B, sibling_B, node_B >= 0)
-        for tests, (node_B, place_B, sibling_B) in zip(kinds, steps, strict=True)
+        Step(tests, node_B.clamp_min(0), position_B, sibling_B, node_B >= 0)
+        for tests, (node_B, position_B, sibling_B) in zip(kinds, steps, strict=True)
     ]
 
 
 @lru_cache(maxsize=4096)
 def _visits(parents: Parents) -> list[tuple[bool, int, int, int]]:
-    """Return (whether it is a test, node, its parent's place, next sibling) of each step through a tree."""
+    """Return (whether it is a test, node, its parent's position, next sibling) of each step through a tree."""
     children, visits = children_of(parents), []
 
-    def visit(place: int) -> None:
-        for child, sibling in zip(children[place], [*children[place][1:], NO_NODE], strict=False):
-            visits.append((False, child, place, sibling))
+    def visit(position: int) -> None:
+        for child, sibling in zip(children[position], [*children[position][1:], NO_NODE], strict=False):
+            visits.append((False, child, position, sibling))
             visit(child + 1)
-            visits.append((True, child, place, sibling))
+            visits.append((True, child, position, sibling))
 
     visit(0)
     return visits

@@ -13,7 +13,7 @@ from draftsmith import SpeculativeDecoder
 from draftsmith.distill.hidden_state_cache import SignalCache
 from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.errors import ConfigError
-from draftsmith.heads.flat_rows import reading_rows
+from draftsmith.heads.flat_rows import padded_reads
 from draftsmith.heads.hidden_states import document_numbers, final_states
 from draftsmith.heads.model_config import context_limit, decoding_limit, rotary_switch
 
@@ -70,7 +70,7 @@ def test_states_and_features_are_those_of_each_text_alone(kind: str, flat: bool)
         if flat:
             signals = teacher.signals(batch)
         else:
-            with reading_rows(model):
+            with padded_reads(model):
                 signals = teacher.signals(batch)
         assert signals.features_BTF is not None
         for row, text in enumerate(chosen):

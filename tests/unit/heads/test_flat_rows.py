@@ -14,7 +14,7 @@ from unit.heads.test_packing import LEAKING, PACKABLE, small
 from draftsmith.distill.teacher import Batch, OnlineTeacher, measure_flat_rows
 from draftsmith.heads.base import FINAL
 from draftsmith.heads.draft_model import DraftModel
-from draftsmith.heads.flat_rows import NAME, flat_rows, read_flat, reading_rows, recompute_activations
+from draftsmith.heads.flat_rows import NAME, flat_rows, padded_reads, read_flat, recompute_activations
 from draftsmith.heads.hidden_states import document_numbers, final_states
 from draftsmith.train.estimate.fake_run import Operations
 
@@ -63,7 +63,7 @@ def batch(lengths: list[list[int]] = LENGTHS) -> tuple[Tensor, Tensor, Tensor]:
 def alone(model: PreTrainedModel, ids_BT: Tensor, lengths: list[list[int]]) -> list[Tensor]:
     """Return the final states [T, H] of each text, read by itself."""
     states = []
-    with reading_rows(model):
+    with padded_reads(model):
         for ids_T, row in zip(ids_BT, lengths, strict=True):
             for end, length in zip(accumulate(row), row, strict=True):
                 text_1T = ids_T[None, end - length : end]
@@ -104,7 +104,7 @@ def test_features_are_in_rows(packed: bool) -> None:
     ids_BT, seen_BT, documents_BT = batch()
     arguments = (ids_BT, seen_BT, seen_BT.bool(), None, None, (), documents_BT if packed else None)
     flat = teacher.signals(Batch(*arguments))
-    with reading_rows(teacher.model):
+    with padded_reads(teacher.model):
         rows = teacher.signals(Batch(*arguments))
     kept_BT = seen_BT.bool()
     assert flat.features_BTF is not None
@@ -120,7 +120,7 @@ def test_padding_and_other_documents_cost_nothing() -> None:
     with torch.no_grad():
         with Operations() as flat:
             final_states(model, ids_BT, seen_BT, documents_BT=documents_BT)
-        with reading_rows(model), Operations() as dense:
+        with padded_reads(model), Operations() as dense:
             final_states(model, ids_BT, seen_BT, documents_BT=documents_BT)
     # 93 tokens, filled up to 128 positions, instead of 256; attention counts its texts only.
     assert flat.total < dense.total * 128 / 256

@@ -23,7 +23,7 @@ def test_training_divides_among_candidates_what_the_states_give_them() -> None:
     selector = CandidateSelector(V, RANK, V, H, TOP).double()
     torch.nn.init.normal_(selector.successor_codebook)
     unary_NV, states_NH, before_N = torch.randn(N, V).double(), torch.randn(N, H).double(), torch.randint(V, (N,))
-    values_NX, _ = selector.read(states_NH[:, :0], before_N, states_NH)
+    values_NX, _ = selector.step(states_NH[:, :0], before_N, states_NH)
     walk_NV, trained_NV = (selector(unary_NV, values_NX, walks).softmax(-1) for walks in (True, False))
     plain_NV = unary_NV.softmax(-1)
     for n in range(N):
@@ -82,10 +82,10 @@ def test_candidates_of_a_draft_vocabulary_are_known_by_their_tokens() -> None:
             lambda rows, factor=factor: rows * factor,
             lambda tokens, factor=factor: table_VH[tokens // factor],
         )
-        carried, values = lattice.begin(block), []
+        carried, values = lattice.initial_state(block), []
         for k in range(3):
             before_n = factor * (rows_nKk[:, k - 1, 2] if k else torch.zeros(N).long())
-            of_k_nX, carried = lattice.read(carried, before_n, states_nKH[:, k])
+            of_k_nX, carried = lattice.step(carried, before_n, states_nKH[:, k])
             values.append(of_k_nX)
         found.append(values)
     torch.testing.assert_close(*found)

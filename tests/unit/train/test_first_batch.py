@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.heads.initial_weights import InputSizes
+from draftsmith.heads.initial_weights import InputScales
 from draftsmith.heads.medusa import Medusa
 from draftsmith.train.first_batch import start_drafter
 from draftsmith.train.launch import RunContext, make_accelerator
@@ -98,10 +98,10 @@ def test_the_start_does_not_depend_on_the_random_numbers_before(recipe_file: Pat
 def test_rates_hold_for_inputs_of_ordinary_sizes() -> None:
     drafter = Medusa.from_target(make_llama(), num_heads=1)
     head = drafter.lm_heads[0].weight
-    large = {head: InputSizes(torch.full((32,), 8.0), 4 * MEASURED_TOTAL)}
+    large = {head: InputScales(torch.full((32,), 8.0), 4 * MEASURED_TOTAL)}
     _, beside_muon = OPTIMIZERS["muon"](Trained.of(drafter, sizes=large))
     (alone,) = OPTIMIZERS["adamw"](Trained.of(drafter, sizes=large))
-    small = {head: InputSizes(torch.full((32,), 0.1), 1.0)}
+    small = {head: InputScales(torch.full((32,), 0.1), 1.0)}
     (unchanged,) = OPTIMIZERS["adamw"](Trained.of(drafter, sizes=small))
     ratios = [
         next(group["ratio"] for group in made.param_groups if group["params"][0] is head)
