@@ -56,7 +56,7 @@ def samples(run: EvaluationRun, tokenizer: PreTrainedTokenizerBase) -> list[Text
         for temperature in run.settings.temperatures
         for arm in run.arms
         if arm != BASELINE
-        for cell in run.cells(arm, temperature, run.settings.batch_sizes[0])
+        for cell in run.grid.cells(arm, temperature, run.settings.batch_sizes[0])
         if cell.repeat == cell.turn == 0
         for text in cell.texts
         if text.prompt == prompt.id
@@ -127,14 +127,13 @@ def evaluate(
                 rows += _rows(run, arm, decoder)
                 done()
     dtypes = {"target": dtype_of(target), **{name: dtype_of(drafter) for name, drafter in drafters.items()}}
-    places = [(arm, t, size) for arm in run.arms for t in settings.temperatures for size in settings.batch_sizes]
     return Evaluation(
         settings=settings,
         rows=rows,
         environment={**environment(), "torch_threads": run.journal.facts["threads"]},
         notes=notes(run, rows),
         guards=guards(rows, run.journal.facts["plain"], dtypes),
-        measurements=[series_of(run.cells(*place)) for place in places],
+        measurements=[series_of(run.grid.cells(arm, *place)) for arm in run.arms for place in run.grid.conditions],
         samples=[] if tokenizer is None else samples(run, tokenizer),
         identity=run.fingerprints,
         plain=run.journal.facts["plain"],
@@ -153,26 +152,25 @@ def _rows(run: EvaluationRun, arm: Variant, decoder: SpeculativeDecoder) -> list
     settings, policy = run.settings, decoder.policy
     categories = sorted({prompt.category for prompt in run.prompts})
     rows = []
-    for temperature in settings.temperatures:
-        for size in settings.batch_sizes:
-            for category in (None, *(categories if len(categories) > 1 else ())):
-                base, spec = (run.cells(which, temperature, size, category) for which in (BASELINE, arm))
-                if not spec:
-                    continue  # no batch of this size holds this category alone
-                row = row_of(
-                    base,
-                    spec,
-                    category=category or OVERALL,
-                    drafter_type=run.drafters[arm[0]].type,
-                    draft_length=None if policy is None else policy.fixed_length,
-                    rule=settings.rule,
-                    lossless=decoder.lossless,
-                    seed=settings.seed,
-                )
-                first = row.get("first_divergence")
-                if category is None and first is not None:
-                    row["first_divergence"] = _explained(run, first, *differing_texts(base, spec)[0])
-                rows.append(row)
+    for condition in run.grid.conditions:
+        for category in (None, *(categories if len(categories) > 1 else ())):
+            base, spec = (run.grid.cells(which, *condition, category) for which in (BASELINE, arm))
+            if not spec:
+                continue  # no batch of this size holds this category alone
+            row = row_of(
+                base,
+                spec,
+                category=category or OVERALL,
+                drafter_type=run.drafters[arm[0]].type,
+                draft_length=None if policy is None else policy.fixed_length,
+                rule=settings.rule,
+                lossless=decoder.lossless,
+                seed=settings.seed,
+            )
+            first = row.get("first_divergence")
+            if category is None and first is not None:
+                row["first_divergence"] = _explained(run, first, *differing_texts(base, spec)[0])
+            rows.append(row)
     return rows
 
 
@@ -247,7 +245,7 @@ def _short(dtype: torch.dtype | None) -> str:
 
 def notes(run: EvaluationRun, rows: Sequence[ResultRow]) -> list[str]:
     """Return notes on limits to the precision or the meaning of the rows."""
-    found = few_units([batch.prompts for batch in groups] for groups in run.batches.values())
+    found = few_units([batch.prompts for batch in groups] for groups in run.grid.batches.values())
     found += [f"Left out: {text}" for text in run.left_out]
     found += _turns_left_out(run)
     if run.learners:

@@ -4,10 +4,12 @@ A variant is a drafter with a policy, or the target alone. The number of CPU thr
 target alone, so that the baseline is not slowed down.
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from itertools import chain, product
+from typing import Any, Generic
 
 from pydantic import TypeAdapter
 from transformers import PreTrainedModel
@@ -20,7 +22,8 @@ from draftsmith.decode.profiling import measure_costs
 from draftsmith.distill.chat_template import Chat
 from draftsmith.errors import ConfigError
 from draftsmith.eval.baseline import compare_with_generate, fastest_threads, threads
-from draftsmith.eval.journal import Cell, Journal, Place
+from draftsmith.eval.compare import Condition
+from draftsmith.eval.journal import AnyCell, Cell, Journal, Place
 from draftsmith.eval.prompts import Prompt, PromptBatch, batches, prompts_fingerprint, time_of
 from draftsmith.eval.settings import BASELINE, Settings, Variant
 from draftsmith.heads.base import Drafter
@@ -41,6 +44,61 @@ Questions = list[Prompt]
 
 
 @dataclass
+class Grid(Generic[AnyCell]):
+    """The cells of a measurement, local or of servers: every arm answers the prompts at every place.
+
+    `turns`: whether every turn is a cell of its own; otherwise a cell holds those of a batch.
+    """
+
+    prompts: list[Prompt]
+    settings: Settings
+    journal: Journal[AnyCell]
+    turns: bool
+
+    def __post_init__(self) -> None:
+        self.batches = {size: batches(self.prompts, size) for size in self.settings.batch_sizes}
+
+    @property
+    def conditions(self) -> list[Condition]:
+        """Every temperature with every batch size."""
+        return list(product(self.settings.temperatures, self.settings.batch_sizes))
+
+    def units(self, size: int) -> list[list[str]]:
+        """Return the ids of the prompts of each batch."""
+        return [[prompt.id for prompt in batch.prompts] for batch in self.batches[size]]
+
+    def places(self) -> Iterator[Place]:
+        """Yield every place in the order of measurement."""
+        for repeat in range(self.settings.repeats):
+            for condition in self.conditions:
+                yield from self._places(repeat, *condition)
+
+    def _places(self, repeat: int, temperature: float, size: int) -> Iterator[Place]:
+        for group, batch in enumerate(self.batches[size]):
+            for turn in range(batch.turns if self.turns else 1):
+                yield Place(repeat, temperature, size, group, turn)
+
+    def batch(self, place: Place) -> PromptBatch:
+        return self.batches[place.batch_size][place.group]
+
+    def order(self, arms: Iterable[Variant], place: Place) -> list[Variant]:
+        """Return the arms in the order of measurement; the first of them changes from batch to batch."""
+        order = deque(arms)
+        order.rotate(-(place.group + place.repeat + place.turn))
+        return list(order)
+
+    def pending(self, arms: Iterable[Variant], place: Place) -> list[Variant]:
+        """Return the arms without a cell at a place, in order."""
+        return [arm for arm in self.order(arms, place) if (arm, place) not in self.journal.cells]
+
+    def cells(self, arm: Variant, temperature: float, size: int, category: str | None = None) -> list[AnyCell]:
+        """Return the cells of all batches, or of the batches whose prompts all have `category`."""
+        every = chain(*(self._places(repeat, temperature, size) for repeat in range(self.settings.repeats)))
+        chosen = (place for place in every if category in (None, self.batch(place).category))
+        return [self.journal.cells[arm, place] for place in chosen if (arm, place) in self.journal.cells]
+
+
+@dataclass
 class EvaluationRun:
     """A measurement in progress: models, prompts, settings and the results so far.
 
@@ -54,7 +112,7 @@ class EvaluationRun:
     settings: Settings
     tokenizer: Any = None
     """The target's; needed for prompts of several turns."""
-    journal: Journal = field(default_factory=Journal)
+    journal: Journal[Cell] = field(default_factory=Journal[Cell])
     processor: Any = None
     """The target's; needed for prompts of several turns with images."""
 
@@ -70,7 +128,7 @@ class EvaluationRun:
         self.chat = None if self.tokenizer is None else Chat(self.tokenizer, *template, **how)
         limits = [decoding_limit(self.target.config), *(drafter.context_limit for drafter in self.drafters.values())]
         self.context = min((limit for limit in limits if limit is not None), default=None)
-        self.batches = {size: batches(self.prompts, size) for size in self.settings.batch_sizes}
+        self.grid = Grid(self.prompts, self.settings, self.journal, turns=True)
         self._numbers = {prompt.id: number for number, prompt in enumerate(self.prompts)}
         self.left_out: list[str] = []
         """Requested variants that cannot be measured, and why."""
@@ -90,7 +148,7 @@ class EvaluationRun:
             with stage("timing the passes of each drafter", shown=progress):
                 for name, drafter in self.drafters.items():
                     self.arms |= self._arms(name, drafter)
-            if any(self._pending(place) for place in self._places()):
+            if any(self._pending(place) for place in self.grid.places()):
                 with stage("warming up", shown=progress):
                     self._calibrate()
                     self._warm_up()
@@ -115,16 +173,6 @@ class EvaluationRun:
         """Policies that adapt to what is accepted."""
         return sorted({arm[1] for arm, decoder in self.arms.items() if decoder.learns})
 
-    def cells(self, arm: Variant, temperature: float, batch_size: int, category: str | None = None) -> list[Cell]:
-        """Return the cells of all batches, or of the batches whose prompts all have `category`."""
-        groups = self.batches[batch_size]
-        return [
-            cell
-            for cell in self.journal.cells.values()
-            if (cell.arm, cell.temperature, cell.batch_size) == (arm, temperature, batch_size)
-            and (category is None or groups[cell.group].category == category)
-        ]
-
     def _asked(self, place: Place) -> Questions | None:
         """Return the prompts of a batch that have this turn, each up to it.
 
@@ -141,7 +189,7 @@ class EvaluationRun:
             for text in cell.texts:
                 answers.setdefault(text.prompt, []).append(text.tokens)
         questions: Questions = []
-        for prompt in self._batch(place).prompts:
+        for prompt in self.grid.batch(place).prompts:
             before = answers.get(prompt.id, [])
             if prompt.turns <= place.turn or len(before) < place.turn:
                 continue
@@ -203,26 +251,8 @@ class EvaluationRun:
             self.journal.fact(fact, asdict(known[fact]))
         return known[fact]
 
-    def _places(self) -> Iterator[Place]:
-        """Yield every question in the order of measurement."""
-        settings = self.settings
-        for repeat in range(settings.repeats):
-            for temperature in settings.temperatures:
-                for size in settings.batch_sizes:
-                    for group, batch in enumerate(self.batches[size]):
-                        for turn in range(batch.turns):
-                            yield Place(repeat, temperature, size, group, turn)
-
-    def _batch(self, place: Place) -> PromptBatch:
-        return self.batches[place.batch_size][place.group]
-
     def _pending(self, place: Place) -> list[Variant]:
-        """Return the variants without a result here; the first of them changes from batch to batch."""
-        if self._asked(place) == []:
-            return []
-        first = (place.group + place.repeat + place.turn) % len(self.arms)
-        order = [*self.arms][first:] + [*self.arms][:first]
-        return [arm for arm in order if (arm, place) not in self.journal.cells]
+        return [] if self._asked(place) == [] else self.grid.pending(self.arms, place)
 
     def _calibrate(self) -> None:
         """Decode a few texts at each temperature, untimed, for policies that learn."""
@@ -238,18 +268,16 @@ class EvaluationRun:
         Compiled passes depend on the length of the texts, so these are whole ones.
         """
         tokens = self.settings.max_new_tokens if self.settings.compile else WARM_UP_TOKENS
-        for arm in self.arms:
-            for temperature in self.settings.temperatures:
-                for size in self.settings.batch_sizes:
-                    place = Place(0, temperature, size, 0, 0)
-                    self._answer(arm, place, self.asked(place), tokens)
+        for arm, condition in product(self.arms, self.grid.conditions):
+            place = Place(0, *condition, 0, 0)
+            self._answer(arm, place, self.asked(place), tokens)
 
     def _decode_all(self, progress: bool) -> None:
         with Bars(*units(), console=Terminal(stderr=True), disable=not progress) as bar:
             done = len(self.journal.cells)
-            total = sum(len(self.arms) for _ in self._places())
+            total = len(self.arms) * len([*self.grid.places()])
             task = bar.add_task("measuring", total=total, completed=done)
-            for place in self._places():
+            for place in self.grid.places():
                 asked = self.asked(place)
                 for arm in self._pending(place):
                     self.journal.add(self._answer(arm, place, asked, self.settings.max_new_tokens))

@@ -1,7 +1,7 @@
 """Journals of measurements, which continue after a kill.
 
-`cells.jsonl` holds measured cells: one variant, temperature, batch, turn and repeat each. `batches.jsonl` of a server's
-measurement holds batches as facts.
+`cells.jsonl` holds measured cells: one variant, temperature, batch, turn and repeat each. `batches.jsonl` holds those
+of servers, with all turns of a batch, as facts.
 """
 
 import json
@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, NotRequired
+from typing import Annotated, Any, ClassVar, Generic, NamedTuple, NotRequired, TypeVar, cast
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
@@ -19,7 +21,7 @@ from draftsmith.decode.costs import Costs
 from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.errors import ConfigError, one_line
 from draftsmith.eval.settings import ANOTHER, Settings, Variant, require_same_settings
-from draftsmith.metrics import position_counts
+from draftsmith.metrics import Counts, position_counts
 from draftsmith.reading import parse_json
 from draftsmith.storage import writing
 
@@ -139,13 +141,33 @@ class Cell:
             seconds=sum(record.seconds for record in rounds),
         )
 
+    lengths_known: ClassVar[bool] = True
+
     @property
     def arm(self) -> Variant:
         return (self.drafter, self.policy)
 
     @property
+    def place(self) -> Place:
+        return Place(self.repeat, self.temperature, self.batch_size, self.group, self.turn)
+
+    @property
     def key(self) -> Key:
-        return self.arm, Place(self.repeat, self.temperature, self.batch_size, self.group, self.turn)
+        return self.arm, self.place
+
+    @property
+    def sums(self) -> NDArray[np.float64]:
+        """Tokens, rounds, seconds, overlap and overlaps, as `as_series` reads them."""
+        texts = ((text.decode_tokens, text.decode_rounds, 0.0, text.overlap, text.overlaps) for text in self.texts)
+        return np.sum([*texts, (0, 0, self.seconds, 0, 0)], axis=0)
+
+    @property
+    def positions(self) -> list[tuple[Counts, Counts]]:
+        """For each text the rounds that tested and that accepted each draft position."""
+        return [(text.tested, text.accepted) for text in self.texts]
+
+    def line(self) -> dict[str, Any]:
+        return {"cell": asdict(self)}
 
 
 class Numbers(NamedTuple):
@@ -184,6 +206,57 @@ class Numbers(NamedTuple):
         return (self.drafts, *(self.accepted[:-1] if whole else ()))[: len(self.accepted)]
 
 
+BATCH = "batch "
+"""Prefix of the facts that hold the `Numbers` of a batch; the arm and the place of the batch follow."""
+
+
+@dataclass(frozen=True)
+class ServedCell:
+    """A batch of prompts that a server answered, with all its turns; `place` is that of its first turn."""
+
+    arm: Variant
+    place: Place
+    numbers: Numbers
+    texts: ClassVar[tuple[TextRecord, ...]] = ()
+    """The journal does not store them."""
+
+    @classmethod
+    def read(cls, name: str, value: Any, where: str) -> "ServedCell":
+        """Return the cell of a fact; ConfigError for one that `line` did not return."""
+        try:
+            stored = parse_json(name.removeprefix(BATCH))
+        except ValueError:
+            stored = name
+        drafter, temperature, size, repeat, group = checked(tuple[str, float, int, int, int], stored, where)
+        return cls((drafter, ""), Place(repeat, temperature, size, group, 0), checked(Numbers, value, where))
+
+    def line(self) -> dict[str, Any]:
+        place = self.place
+        stored = [self.arm[0], place.temperature, place.batch_size, place.repeat, place.group]
+        return {"fact": [BATCH + json.dumps(stored), self.numbers]}
+
+    @property
+    def key(self) -> Key:
+        return self.arm, self.place
+
+    @property
+    def lengths_known(self) -> bool:
+        return self.numbers.lengths_known
+
+    @property
+    def sums(self) -> NDArray[np.float64]:
+        """See `Cell`; the overlap is the number of tested positions that were accepted."""
+        numbers, ((tested, accepted),) = self.numbers, self.positions
+        return np.array([numbers.tokens, numbers.rounds, numbers.seconds, sum(accepted), sum(tested)])
+
+    @property
+    def positions(self) -> list[tuple[Counts, Counts]]:
+        return [(self.numbers.tested, self.numbers.accepted[: len(self.numbers.tested)])]
+
+
+AnyCell = TypeVar("AnyCell", bound=Cell | ServedCell)
+
+
 class PlainSpeeds(TypedDict):
     """Tokens per second of the target alone and of transformers' `generate`; see `compare_with_generate`."""
 
@@ -203,20 +276,18 @@ FACTS: dict[str, Any] = {
     "plain": PlainSpeeds,
     COUNTED: dict[str, str],
 }
-"""Values that a run determines once, with their types; all other facts are costs, or batches that a server answered."""
-BATCH = "batch "
-"""Prefix of the facts that hold the `Numbers` of a batch; the `Place` of the batch follows."""
+"""Values that a run determines once, with their types; all other facts are costs."""
 
 
 @dataclass
-class Journal:
+class Journal(Generic[AnyCell]):
     """The results of a run so far, one JSON object per line. A kill loses at most the line that is being written.
 
     The first line identifies the run. Without a path, nothing is stored.
     """
 
     path: Path | None = None
-    cells: dict[Key, Cell] = field(default_factory=dict)
+    cells: dict[Key, AnyCell] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     """Values that are determined once per run, such as measured costs."""
     sittings: list[dict[str, Any]] = field(default_factory=list)
@@ -236,9 +307,9 @@ class Journal:
         self.sittings.append(environment)
         self._append({"sitting": environment})
 
-    def add(self, cell: Cell) -> None:
+    def add(self, cell: AnyCell) -> None:
         self.cells[cell.key] = cell
-        self._append({"cell": asdict(cell)})
+        self._append(cell.line())
 
     def fact(self, name: str, value: Any) -> None:
         self.facts[name] = value
@@ -249,16 +320,19 @@ class Journal:
         if lines:
             require_same_run(lines[0]["run"], settings, path.parent, fingerprints)
         for number, line in enumerate(lines[1:], 2):
+            where, cell = f"{path}:{number}", None
+            name, value = checked(tuple[str, Any], line.get("fact", ("", None)), where)
             if "cell" in line:
-                cell = checked(Cell, line["cell"], f"{path}:{number}")
-                self.cells[cell.key] = cell
-            elif "fact" in line:
-                name, value = checked(tuple[str, Any], line["fact"], f"{path}:{number}")
-                kind = Numbers if name.startswith(BATCH) else FACTS.get(name, Costs)
-                read = checked(kind, value, f"{path}:{number}", strict=name in FACTS)
-                self.facts[name] = read if kind is Numbers else value
+                cell = checked(Cell, line["cell"], where)
+            elif name.startswith(BATCH):
+                cell = ServedCell.read(name, value, where)
+            elif name:
+                checked(FACTS.get(name, Costs), value, where, strict=name in FACTS)
+                self.facts[name] = value
             else:
-                self.sittings.append(checked(dict[str, Any], line.get("sitting"), f"{path}:{number}"))
+                self.sittings.append(checked(dict[str, Any], line.get("sitting"), where))
+            if cell is not None:
+                self.cells[cell.key] = cast(AnyCell, cell)
 
     def _append(self, line: dict[str, Any], *, anew: bool = False) -> None:
         if self.path is None:

@@ -14,10 +14,31 @@ from pydantic import AfterValidator, Field, FiniteFloat, PositiveInt
 from typing_extensions import TypedDict  # pydantic cannot read typing's before Python 3.12
 
 from draftsmith.errors import ConfigError
-from draftsmith.eval.journal import ACCEPTED, CORRECTION, OURS, SCHEMA, Cell, PlainSpeeds, TextRecord, checked
+from draftsmith.eval.journal import (
+    ACCEPTED,
+    CORRECTION,
+    OURS,
+    SCHEMA,
+    Cell,
+    PlainSpeeds,
+    ServedCell,
+    TextRecord,
+    checked,
+)
 from draftsmith.eval.prompts import OVERALL
 from draftsmith.eval.settings import Settings
-from draftsmith.metrics import Series, acceptance_at, alpha, as_series, intervals, speeds, speedups, summed, tau
+from draftsmith.metrics import (
+    Counts,
+    Series,
+    acceptance_at,
+    alpha,
+    as_series,
+    intervals,
+    speeds,
+    speedups,
+    summed,
+    tau,
+)
 from draftsmith.reading import read_json
 
 EVALUATION = "eval.json"
@@ -90,18 +111,33 @@ class ResultRow(TypedDict):
     by_context: NotRequired[list[ContextBin]]
 
 
-def series_of(cells: Sequence[Cell]) -> Series:
-    """Return the sums of the cells of one variant, temperature and batch size; every batch has every repeat."""
-    groups, repeats = (sorted({getattr(cell, key) for cell in cells}) for key in ("group", "repeat"))
-    units: list[list[str]] = [[] for _ in groups]
+def series_of(cells: Sequence[Cell] | Sequence[ServedCell], units: list[list[str]] | None = None) -> Series:
+    """Return the sums of the cells of one variant, temperature and batch size; every batch has every repeat.
+
+    Without overlaps where the counters of a server do not determine them.
+
+    Args:
+        units: ids of the prompts of each batch; default: those of the cells' texts.
+    """
+    groups, repeats = (sorted({getattr(cell.place, key) for cell in cells}) for key in ("group", "repeat"))
+    if units is None:
+        asked = {cell.place.group: [text.prompt for text in cell.texts] for cell in cells if cell.place.turn == 0}
+        units = [asked[group] for group in groups]
     sums = np.zeros((5, len(groups), len(repeats)))
     for cell in cells:
-        u, r = groups.index(cell.group), repeats.index(cell.repeat)
-        if cell.turn == 0:
-            units[u] = [text.prompt for text in cell.texts]
-        texts = ((text.decode_tokens, text.decode_rounds, 0.0, text.overlap, text.overlaps) for text in cell.texts)
-        sums[:, u, r] += np.sum([*texts, (0, 0, cell.seconds, 0, 0)], axis=0)
-    return as_series(cells[0].arm, cells[0].temperature, cells[0].batch_size, units, sums)
+        sums[:, groups.index(cell.place.group), repeats.index(cell.place.repeat)] += cell.sums
+    if not all(cell.lengths_known for cell in cells):
+        sums[3:] = 0.0
+    return as_series(cells[0].arm, cells[0].place.temperature, cells[0].place.batch_size, units, sums)
+
+
+def positions(cells: Sequence[Cell] | Sequence[ServedCell]) -> list[tuple[Counts, Counts]]:
+    """Return for each text, or batch of a server, the rounds that tested and that accepted each position.
+
+    Only the first position, of which a server's counters always tell it, if they do not of another one in some batch.
+    """
+    depth = None if all(cell.lengths_known for cell in cells) else 1
+    return [(tested[:depth], accepted[:depth]) for cell in cells for tested, accepted in cell.positions]
 
 
 def row_of(
@@ -144,7 +180,7 @@ def row_of(
         "tau": tau(spec["tokens"], spec["rounds"]),
         "speedup": float(np.median(ratios)),
         **intervals(base, spec, seed),
-        "acceptance_at": acceptance_at((text.tested, text.accepted) for text in texts),
+        "acceptance_at": acceptance_at(positions(speculative)),
         "tested_at": [int(count) for count in summed([text.tested for text in texts]) if count > 0],
         "baseline_tokens_per_second": float(np.median(speeds(base))),
         "tokens_per_second": float(np.median(speeds(spec))),

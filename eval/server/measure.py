@@ -4,12 +4,11 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 from datasets import Dataset
 
 from draftsmith.distill.chat_template import Chat
@@ -20,40 +19,13 @@ from draftsmith.distill.server.probe import alike, check_server, check_temperatu
 from draftsmith.distill.server.responses import ServerSampler
 from draftsmith.distill.turns import Asked
 from draftsmith.errors import ConfigError, DraftsmithError
-from draftsmith.eval.journal import BATCH, COUNTED, Journal, Numbers
+from draftsmith.eval.harness import Grid
+from draftsmith.eval.journal import COUNTED, Journal, Numbers, Place, ServedCell
 from draftsmith.eval.prompts import Prompt, PromptBatch, batches
 from draftsmith.eval.server.counters import CounterRoutes, Counters, settled
 from draftsmith.eval.settings import BASELINE, Settings, Variant
-from draftsmith.metrics import Counts, Series, as_series
 from draftsmith.provenance import environment
 from draftsmith.terminal import stage
-
-Condition = tuple[float, int]
-"""Temperature, and the number of requests at a time."""
-Batches = dict[tuple[int, int], Numbers]
-"""By unit (batch of prompts) and repeat."""
-
-
-def positions(found: Batches) -> list[tuple[Counts, Counts]]:
-    """Return for each batch the drafts that tested and that accepted each position.
-
-    Only the first position, of which the counters always tell it, if they do not of another one in some batch.
-    """
-    depth = None if all(batch.lengths_known for batch in found.values()) else 1
-    return [(batch.tested[:depth], batch.accepted[: len(batch.tested[:depth])]) for batch in found.values()]
-
-
-def series_of(arm: Variant, condition: Condition, units: list[list[str]], found: Batches) -> Series:
-    """Return the numbers as a local measurement has them.
-
-    Alpha is the share of tested positions that were accepted; without overlaps, where the counters do not tell it.
-    """
-    sums = np.zeros((5, len(units), 1 + max(repeat for _, repeat in found)))
-    whole = all(batch.lengths_known for batch in found.values())
-    for ((unit, repeat), batch), (tested, accepted) in zip(found.items(), positions(found), strict=True):
-        overlap = (sum(accepted), sum(tested)) if whole else (0.0, 0.0)
-        sums[:, unit, repeat] = batch.tokens, batch.rounds, batch.seconds, *overlap
-    return as_series(arm, *condition, units, sums)
 
 
 @dataclass(frozen=True)
@@ -71,25 +43,6 @@ class ServerRun:
     prompts: list[Prompt]
     notes: list[str] = field(default_factory=list)
     """Conditions that do not hold, named while it is measured."""
-
-    @property
-    def conditions(self) -> list[Condition]:
-        """Every temperature with every number of requests."""
-        return [(t, size) for t in self.settings.temperatures for size in self.settings.batch_sizes]
-
-    def units(self, size: int) -> list[list[str]]:
-        """Return the ids of the prompts of each batch."""
-        return [[prompt.id for prompt in group.prompts] for group in batches(self.prompts, size)]
-
-    def check(self) -> None:
-        """Raise ConfigError unless the server serves the target."""
-
-        async def ask() -> None:
-            async with ServerClient(self.server) as client:
-                await self.checked(client)
-
-        CounterRoutes(self.server.base_url).counters()
-        asyncio.run(ask())
 
     async def checked(self, client: ServerClient) -> ServerSampler:
         """Return the client of the server, after the checks that it serves the target."""
@@ -129,10 +82,10 @@ class ServerRun:
 
 
 @dataclass
-class _Asked:
+class _Measured:
     """A server while it is measured."""
 
-    name: str
+    arm: Variant
     run: ServerRun
     client: ServerClient
     sampler: ServerSampler
@@ -144,26 +97,24 @@ class _Asked:
         """Return a batch's numbers; ConfigError where it is not counted as the first one, or a baseline drafts."""
         after.since(self.counters or before)  # raises where they were not read after the warm-up, or are not now
         counted = after.since(before)
-        if self.name == BASELINE[0] and counted.rounds:
+        if self.arm == BASELINE and counted.rounds:
             raise ConfigError(f"baseline={self.run.server.url} drafts; expected a server without a drafter")
         return Numbers(tokens, seconds, counted.rounds, counted.accepted, counted.drafted)
 
 
-async def _batch(
-    servers: Sequence[_Asked], group: PromptBatch, unit: int, temperature: float, repeat: int
-) -> list[Numbers]:
+async def _batch(servers: Sequence[_Measured], group: PromptBatch, place: Place) -> list[Numbers]:
     """Return each server's numbers of a batch: all its prompts at a time, turn by turn, in the order of the servers.
 
     All are asked the same questions: a conversation ends for all of them where an answer of one cannot be continued.
     """
-    asking = [replace(s.run.sampler(temperature, repeat), accepts=s.sampler.accepts) for s in servers]
+    asking = [replace(s.run.sampler(place.temperature, place.repeat), accepts=s.sampler.accepts) for s in servers]
     texts = [[Asked(number, p.input_ids, _turns(p)) for number, p in enumerate(group.prompts)] for _ in servers]
     sums, left_out, turn = [[0, 0.0] for _ in servers], Counter[str](), 0
     before = [await settled(server.routes) for server in servers]
     while texts[0]:
         ends: list[list[str | None]] = []
         for server, sampler, own, total in zip(servers, asking, texts, sums, strict=True):
-            tokens, seconds, ended = await server.run.turn(sampler, server.client, own, [unit, turn])
+            tokens, seconds, ended = await server.run.turn(sampler, server.client, own, [place.group, turn])
             total[0], total[1] = total[0] + tokens, total[1] + seconds
             ends.append(ended)
         turn += 1
@@ -177,25 +128,21 @@ async def _batch(
     return [server.numbers(int(n), s, *read)._replace(left_out=lost) for server, (n, s), *read in parts]
 
 
-def measure_in_turns(
-    runs: dict[str, ServerRun], journal: Journal, identity: dict[str, Any]
-) -> dict[str, dict[Condition, Batches]]:
+def measure_in_turns(runs: dict[str, ServerRun], grid: Grid[ServedCell], identity: dict[str, Any]) -> None:
     """Check that the servers serve the target, warm them up, and ask all of each batch in turns.
 
     The first of them changes with each batch, so that changes of the machine concern all. `identity`: what the numbers
     in the journal depend on besides the settings.
     """
-    first = next(iter(runs.values()))
-    total = first.settings.repeats * sum(len(first.units(size)) for _, size in first.conditions)
-    with stage(f"measuring {' and '.join(runs)}", len(runs) * total) as done:
-        return asyncio.run(_measured(runs, journal, identity, done))
+    with stage(f"measuring {' and '.join(runs)}", len(runs) * len([*grid.places()])) as done:
+        asyncio.run(_measure(runs, grid, identity, done))
 
 
-async def _measured(
-    runs: dict[str, ServerRun], journal: Journal, identity: dict[str, Any], done: Any
-) -> dict[str, dict[Condition, Batches]]:
+async def _measure(
+    runs: dict[str, ServerRun], grid: Grid[ServedCell], identity: dict[str, Any], done: Callable[[int], None]
+) -> None:
     async with AsyncExitStack() as stack:
-        asked: list[_Asked] = []
+        servers: dict[Variant, _Measured] = {}
         for name, run in reversed(runs.items()):  # the baseline first: nothing is asked where it cannot be used
             client = await stack.enter_async_context(ServerClient(run.server))
             routes = CounterRoutes(run.server.base_url)
@@ -205,33 +152,25 @@ async def _measured(
                     f"{run.server.url} answers every seed alike: it ignores seeds or temperatures, or its settings "
                     "leave one token to choose, so that rows above T=0 do not show it, nor repeats other texts."
                 )
-            asked.insert(0, _Asked(name, run, client, sampler, routes))
-        run = asked[0].run
-        journal.begin(run.settings, identity, environment())
-        for each in asked:
-            await _batch([each], batches(run.prompts, 1)[0], 0, run.settings.temperatures[0], 0)  # warm-up
+            servers = {(name, ""): _Measured((name, ""), run, client, sampler, routes), **servers}
+        grid.journal.begin(grid.settings, identity, environment())
+        for each in servers.values():
+            place = Place(0, grid.settings.temperatures[0], 1, 0, 0)
+            await _batch([each], batches(grid.prompts, 1)[0], place)  # warm-up
             each.counters = await settled(each.routes)
-        _require_counted_alike(asked, journal)
-        found = {name: dict[Condition, Batches]() for name in runs}
-        for condition in run.conditions:
-            groups = batches(run.prompts, condition[1])
-            for repeat in range(run.settings.repeats):
-                for unit, group in enumerate(groups):
-                    facts = {each.name: BATCH + json.dumps([each.name, *condition, repeat, unit]) for each in asked}
-                    if any(fact not in journal.facts for fact in facts.values()):
-                        turns = asked[:: -1 if (repeat + unit) % 2 else 1]
-                        numbers = await _batch(turns, group, unit, condition[0], repeat)
-                        for each, measured in zip(turns, numbers, strict=True):
-                            journal.fact(facts[each.name], measured)
-                    for name, fact in facts.items():
-                        found[name].setdefault(condition, {})[unit, repeat] = journal.facts[fact]
-                    done(len(asked))
-    return found
+        _require_counted_alike(servers.values(), grid.journal)
+        for place in grid.places():
+            if grid.pending(servers, place):  # all are asked, since a conversation ends for all of them alike
+                turns = [servers[arm] for arm in grid.order(servers, place)]
+                numbers = await _batch(turns, grid.batch(place), place)
+                for each, measured in zip(turns, numbers, strict=True):
+                    grid.journal.add(ServedCell(each.arm, place, measured))
+            done(len(servers))
 
 
-def _require_counted_alike(asked: Sequence[_Asked], journal: Journal) -> None:
+def _require_counted_alike(servers: Iterable[_Measured], journal: Journal[ServedCell]) -> None:
     """Store why each server's counters are not known; ConfigError where those of earlier batches were known, or not."""
-    why = {each.name: each.counters.why for each in asked if each.counters is not None}
+    why = {each.arm[0]: each.counters.why for each in servers if each.counters is not None}
     before = journal.facts.get(COUNTED, why)
     if any(bool(reason) != bool(before.get(name)) for name, reason in why.items()):
         raise ConfigError(

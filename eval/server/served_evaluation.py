@@ -1,6 +1,7 @@
 """`draftsmith eval server`: validate, measure one or two servers, and write the report."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -13,14 +14,15 @@ from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.data_section import is_address, require_client
 from draftsmith.distill.server.client import served_at
 from draftsmith.errors import ConfigError
-from draftsmith.eval.compare import MATTER_SERVED
-from draftsmith.eval.journal import COUNTED, KEPT, Journal, begun
+from draftsmith.eval.compare import MATTER_SERVED, Condition
+from draftsmith.eval.harness import Grid
+from draftsmith.eval.journal import COUNTED, KEPT, Journal, Numbers, ServedCell, begun
 from draftsmith.eval.low_acceptance import no_better_than_random
 from draftsmith.eval.prompts import PromptRows, prompts_fingerprint, time_of
 from draftsmith.eval.report import interval
-from draftsmith.eval.results import EVALUATION, Evaluation, ServerRow, read_evaluation
+from draftsmith.eval.results import EVALUATION, Evaluation, ServerRow, positions, read_evaluation, series_of
 from draftsmith.eval.server.counters import CounterRoutes
-from draftsmith.eval.server.measure import Batches, Condition, ServerRun, measure_in_turns, positions, series_of
+from draftsmith.eval.server.measure import ServerRun, measure_in_turns
 from draftsmith.eval.settings import ANOTHER, BASELINE, ServedSettings
 from draftsmith.heads.model_config import context_limit, vocabulary_of
 from draftsmith.metrics import Series, acceptance_at, alpha, few_units, intervals, ratio, speeds, speedup, tau
@@ -61,18 +63,16 @@ def measure_server(settings: ServedSettings, out: Path, *, overwrite: bool = Fal
         (name,) = settings.drafters
         identity = {"prompts": prompts_fingerprint(prompts), "drafters": {}}
         run, alone = ServerRun(server, settings, chat, context, prompts), dict[Condition, Series]()
+        grid = Grid[ServedCell](prompts, settings, Journal(out / JOURNAL), turns=False)
         runs = {name: run}
         if is_address(baseline):
             runs[BASELINE[0]] = replace(run, server=server.model_copy(update={"url": baseline}))
         elif baseline is not None:
-            alone = _stored_baseline(baseline, run, identity["prompts"])
-        asked = {"prompts": identity["prompts"], "servers": urls, **time_of(prompts)}
-        journal = Journal(out / JOURNAL)
-        found = measure_in_turns(runs, journal, asked)
-        measured = found.pop(name)
-        for other in found.values():
-            alone = {place: series_of(BASELINE, place, run.units(place[1]), of) for place, of in other.items()}
-        result = _evaluation(run, name, measured, alone, identity, journal.facts[COUNTED][name])
+            alone = _stored_baseline(baseline, grid, identity["prompts"])
+        measure_in_turns(runs, grid, {"prompts": identity["prompts"], "servers": urls, **time_of(prompts)})
+        if len(runs) > 1:
+            alone = {place: series_of(grid.cells(BASELINE, *place), grid.units(place[1])) for place in grid.conditions}
+        result = _evaluation(grid, name, alone, identity, server.base_url)
         result = replace(result, notes=[*left_out, *run.notes, *result.notes])
         with writing(out, KEPT):
             write_text(out / "report.md", _markdown(result))
@@ -81,15 +81,15 @@ def measure_server(settings: ServedSettings, out: Path, *, overwrite: bool = Fal
         return result
 
 
-def _stored_baseline(baseline: str, run: ServerRun, prompts: str) -> dict[Condition, Series]:
-    """Return the target alone of an `eval.json`, under every condition of `run`; `prompts`: their fingerprint."""
+def _stored_baseline(baseline: str, grid: Grid[ServedCell], prompts: str) -> dict[Condition, Series]:
+    """Return the target alone of an `eval.json`, under every condition; `prompts`: their fingerprint."""
     stored = read_evaluation(Path(baseline))
     if stored["identity"].get("prompts") != prompts:
-        raise ConfigError(f"baseline={baseline} has other prompts; expected those of {run.settings.prompts}")
+        raise ConfigError(f"baseline={baseline} has other prompts; expected those of {grid.settings.prompts}")
     if "server" not in stored:
         raise ConfigError(f"baseline={baseline} was not measured on a server; expected the result of `eval server`")
     for key in MATTER_SERVED:
-        theirs, ours = stored["settings"].get(key), getattr(run.settings, key)
+        theirs, ours = stored["settings"].get(key), getattr(grid.settings, key)
         if theirs != ours:
             raise ConfigError(f"baseline={baseline} was measured with {key}={theirs!r}; expected {ours!r}, as here")
     entries = stored["measurements"]
@@ -97,8 +97,8 @@ def _stored_baseline(baseline: str, run: ServerRun, prompts: str) -> dict[Condit
     if any(entry["policy"] == ENGINE for entry in alone):
         raise ConfigError(f"baseline={baseline} was measured on a server that drafts; expected one without a drafter")
     found = {(entry["temperature"], entry["batch_size"]): entry for entry in alone}
-    for place in run.conditions:
-        units, repeats = run.units(place[1]), run.settings.repeats
+    for place in grid.conditions:
+        units, repeats = grid.units(place[1]), grid.settings.repeats
         if place not in found or found[place]["units"] != units or len(found[place]["tokens"][0]) != repeats:
             raise ConfigError(
                 f"baseline={baseline} has no {repeats} repeats of these prompts at T={place[0]:g}, concurrency "
@@ -108,34 +108,34 @@ def _stored_baseline(baseline: str, run: ServerRun, prompts: str) -> dict[Condit
 
 
 def _evaluation(
-    run: ServerRun,
-    name: str,
-    measured: dict[Condition, Batches],
-    alone: dict[Condition, Series],
-    identity: dict[str, Any],
-    unread: str,
+    grid: Grid[ServedCell], name: str, alone: dict[Condition, Series], identity: dict[str, Any], url: str
 ) -> Evaluation:
-    """Return the result; `unread`: why the server's counters are not known."""
+    """Return the result; `alone`: the target alone, where it was measured."""
     rows: list[ServerRow] = []
     measurements: list[Series] = []
-    counted = any(numbers.drafts for batches in measured.values() for numbers in batches.values())
-    arm = (name, ENGINE if counted else "")
-    for place, batches in measured.items():
-        series, base = series_of(arm, place, run.units(place[1]), batches), alone.get(place)
-        rows.append(row_of(series, base, batches, seed=run.settings.seed, counted=counted))
+    measured = [grid.cells((name, ""), *place) for place in grid.conditions]
+    batches = [cell.numbers for cells in measured for cell in cells]
+    counted = any(numbers.drafts for numbers in batches)
+    for place, cells in zip(grid.conditions, measured, strict=True):
+        series, base = series_of(cells, grid.units(place[1])), alone.get(place)
+        series["policy"] = ENGINE if counted else ""
+        rows.append(server_row(series, base, cells, seed=grid.settings.seed, counted=counted))
         measurements += [series] if base is None else [series, {**base, "drafter": BASELINE[0], "policy": BASELINE[1]}]
+    unread = None if counted else grid.journal.facts[COUNTED][name]
     return Evaluation(
-        run.settings,
+        grid.settings,
         rows=[],
         environment=environment(),
-        notes=[*_notes(run, measurements, unread, counted=counted), *_lost(rows), *_undetermined(measured)],
+        notes=[*_notes(url, measurements, unread), *_lost(rows), *_undetermined(batches)],
         measurements=measurements,
         identity=identity,
         server=rows,
     )
 
 
-def row_of(spec: Series, base: Series | None, batches: Batches, *, seed: int, counted: bool) -> ServerRow:
+def server_row(
+    spec: Series, base: Series | None, cells: Sequence[ServedCell], *, seed: int, counted: bool
+) -> ServerRow:
     """Return the row of a condition; `counted`: whether the engine counts drafts, so that tau is known."""
     texts_U1 = np.array([[len(unit)] for unit in spec["units"]])  # the last batch may hold fewer than the others
     seconds_R, bounds = (texts_U1 * spec["seconds"]).sum(0), intervals(base, spec, seed)
@@ -148,34 +148,35 @@ def row_of(spec: Series, base: Series | None, batches: Batches, *, seed: int, co
         "alpha": alpha(spec["overlap"], spec["overlaps"]) if counted and np.any(spec["overlaps"]) else None,
         "tau": tau(spec["tokens"], spec["rounds"]) if counted else None,
         "tau_interval": bounds["tau_interval"] if counted else None,
-        "acceptance_at": acceptance_at(positions(batches)),
+        "acceptance_at": acceptance_at(positions(cells)),
         "baseline_tokens_per_second": None if base is None else float(np.median(speeds(base))),
         "speedup": None if base is None else speedup(base, spec),
         "speedup_interval": bounds["speedup_interval"],
-        "turns_left_out": sum(count for batch in batches.values() for _, count in batch.left_out),
+        "turns_left_out": sum(count for cell in cells for _, count in cell.numbers.left_out),
     }
 
 
-def _notes(run: ServerRun, measurements: list[Series], unread: str, *, counted: bool) -> list[str]:
+def _notes(url: str, measurements: list[Series], unread: str | None) -> list[str]:
+    """Return notes on all rows; `unread`: why the server's counters are not known, None where it counts drafts."""
     found = [
         "Seconds are those of whole requests, prefill and network included, without other requests to the servers."
     ]
     found += few_units(series["units"] for series in measurements)
-    if not counted:
+    if unread is not None:
         found.append(
             "The server's metrics count no drafts: it does not speculate, or its metrics are off (SGLang: "
             f"--enable-metrics, llama-server: --metrics{unread and f'; /metrics: {unread}'}), so tau and acceptance "
             "are not known."
         )
-        own = CounterRoutes(run.server.base_url).sglang_tau()
+        own = CounterRoutes(url).sglang_tau()
         if own is not None:
             found.append(f"SGLang's own mean acceptance length since its start is {own:.2f}.")
     return found
 
 
-def _undetermined(measured: dict[Condition, Batches]) -> list[str]:
+def _undetermined(batches: Sequence[Numbers]) -> list[str]:
     """Return notes on draft positions whose acceptance is not known, and on turns that were not asked."""
-    batches, notes = [batch for of in measured.values() for batch in of.values()], list[str]()
+    notes = list[str]()
     unknown = [batch for batch in batches if not batch.lengths_known]
     if unknown:
         counts = [batch.drafted for batch in unknown if batch.drafted is not None]

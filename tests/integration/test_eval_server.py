@@ -12,10 +12,11 @@ from engine_server import Engine, chat_tokenizer
 from transformers import AutoModelForCausalLM
 
 from draftsmith.errors import ConfigError
-from draftsmith.eval.journal import Numbers
+from draftsmith.eval.journal import Numbers, Place, ServedCell
+from draftsmith.eval.results import series_of
 from draftsmith.eval.server import measure
 from draftsmith.eval.server.counters import CounterRoutes, Counters, parse_counters
-from draftsmith.eval.server.served_evaluation import row_of
+from draftsmith.eval.server.served_evaluation import server_row
 
 ROUNDS = 3
 """Rounds of an answer of 7 tokens: the prefill's, and two a round, of which one was drafted and accepted."""
@@ -308,9 +309,11 @@ def test_passes_without_a_draft_are_rounds_of_one_token(tokens: int, counted: Co
 def test_milliseconds_of_batches_that_are_not_full(size: int) -> None:
     """Three prompts, each answered with 1 + 59 tokens in 0.59 s whatever the load."""
     units = [["a", "b", "c"][start : start + size] for start in range(0, 3, size)]
-    batches = {(unit, 0): Numbers(59 * len(ids), 0.59, 0.0, ()) for unit, ids in enumerate(units)}
-    numbers = measure.series_of(("d", ""), (0.0, size), units, batches)
-    row = row_of(numbers, None, batches, seed=0, counted=False)
+    cells = [
+        ServedCell(("d", ""), Place(0, 0.0, size, unit, 0), Numbers(59 * len(ids), 0.59, 0.0, ()))
+        for unit, ids in enumerate(units)
+    ]
+    row = server_row(series_of(cells, units), None, cells, seed=0, counted=False)
     assert row["milliseconds_per_token"] == pytest.approx(10)
 
 

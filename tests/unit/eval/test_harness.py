@@ -98,15 +98,15 @@ def test_batches_decode_what_each_prompt_gives_alone(
     run.measure(progress=False)
     for temperature in (0.0, 1.0):
         texts = [
-            {text.prompt: text.tokens for cell in run.cells(arm, temperature, size) for text in cell.texts}
+            {text.prompt: text.tokens for cell in run.grid.cells(arm, temperature, size) for text in cell.texts}
             for arm in (BASELINE, ("d", "chain:draft_length=2"))
             for size in (1, 2)
         ]
         assert all(set(found) == set("abcde") for found in texts)
         assert texts[0] == texts[1]
         assert texts[2] == texts[3]
-    assert {cell.group for cell in run.cells(BASELINE, 0.0, 2, "y")} == {1, 2}
-    assert len(run.cells(BASELINE, 0.0, 2)) == 3
+    assert {cell.group for cell in run.grid.cells(BASELINE, 0.0, 2, "y")} == {1, 2}
+    assert len(run.grid.cells(BASELINE, 0.0, 2)) == 3
 
 
 def test_draft_lengths_that_a_drafter_does_not_reach(tiny_target: LlamaForCausalLM, prompts: list[Prompt]) -> None:

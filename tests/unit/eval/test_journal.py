@@ -8,7 +8,7 @@ from unit.eval.made import cell, output
 
 from draftsmith.decode.sequence import Round
 from draftsmith.errors import ConfigError
-from draftsmith.eval.journal import BATCH, Journal, Numbers, TextRecord
+from draftsmith.eval.journal import BATCH, Journal, Numbers, Place, ServedCell, TextRecord
 from draftsmith.eval.settings import Settings
 
 SETTINGS = Settings(target="t", drafters={"d": "x"}, prompts="p", seed=1)
@@ -26,7 +26,7 @@ def _journal(path: Path, cells: int) -> Journal:
 
 def test_a_journal_continues_at_every_place_where_it_may_be_torn(tmp_path: Path) -> None:
     path = tmp_path / "cells.jsonl"
-    written = _journal(path, 2)
+    journal = written = _journal(path, 2)
     written.fact("threads", 1)
     data = path.read_bytes()
     ends = [place + 1 for place, byte in enumerate(data) if byte == ord("\n")]
@@ -117,14 +117,26 @@ def test_where_tokens_came_from() -> None:
     assert (text.decode_tokens, text.decode_rounds) == (10, 5)
 
 
-@pytest.mark.parametrize("damaged", [None, 5, [1, 2, 3], [1, float("inf"), 1, []]])
-def test_batches_of_a_server_are_read_again(damaged: object, tmp_path: Path) -> None:
-    path, numbers = tmp_path / "batches.jsonl", Numbers(12, 0.5, 6.0, (5.0, 1.0))
-    _journal(path, 0).fact(f"{BATCH}1", damaged or numbers)
-    journal = Journal(path)
-    if damaged:
-        with pytest.raises(ConfigError, match=r"batches\.jsonl:3: .*expected what `draftsmith eval` wrote"):
-            journal.begin(SETTINGS, PRINTS, ENVIRONMENT)
-        return
+STORED = [f'{BATCH}["tiny", 1.0, 4, 2, 3]', [12, 0.5, 6.0, [5.0, 1.0], None, [["are cut", 2]]]]
+
+
+def test_batches_of_a_server_are_read_again(tmp_path: Path) -> None:
+    path, written = tmp_path / "batches.jsonl", Journal[ServedCell](tmp_path / "batches.jsonl")
+    written.begin(SETTINGS, PRINTS, ENVIRONMENT)
+    written.add(
+        ServedCell(("tiny", ""), Place(2, 1.0, 4, 3, 0), Numbers(12, 0.5, 6.0, (5.0, 1.0), None, (("are cut", 2),)))
+    )
+    assert json.loads(path.read_text().splitlines()[-1]) == {"fact": STORED}
+    journal = Journal[ServedCell](path)
     journal.begin(SETTINGS, PRINTS, ENVIRONMENT)
-    assert journal.facts == {f"{BATCH}1": numbers}
+    assert journal.cells == written.cells
+
+
+@pytest.mark.parametrize("damaged", [5, [1, 2, 3], [1, float("inf"), 1, []], None])
+def test_damaged_batches_of_a_server_are_refused(damaged: object, tmp_path: Path) -> None:
+    """None: the name of the batch is damaged."""
+    path = tmp_path / "batches.jsonl"
+    name, numbers = STORED
+    _journal(path, 0).fact(name[:-3] if damaged is None else name, damaged or numbers)
+    with pytest.raises(ConfigError, match=r"batches\.jsonl:3: .*expected what `draftsmith eval` wrote"):
+        Journal(path).begin(SETTINGS, PRINTS, ENVIRONMENT)
