@@ -179,6 +179,51 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
+class JsonLines:
+    """A file of JSON values, one a line, to which values are appended. A kill loses at most the line being written.
+
+    Reading never changes the file, so that any process may read it; only one may append at a time.
+
+    Args:
+        then: what is kept and what to do where the disk is full, for the message.
+        sync: each line is on disk before `append` returns, so that it survives a power failure.
+    """
+
+    def __init__(self, path: Path, then: str, *, sync: bool = False) -> None:
+        self.path, self._then, self._sync = path, then, sync
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the beginning of each complete line and the line; none where there is no file."""
+        begins = 0
+        with suppress(FileNotFoundError), self.path.open("rb") as file:
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                yield begins, line
+                begins += len(line)
+
+    def line(self, begins: int) -> bytes:
+        """Return the line that begins there."""
+        with self.path.open("rb") as file:
+            file.seek(begins)
+            return file.readline()
+
+    def append(self, value: Any) -> int:
+        """Append a line in place of an incomplete one that a killed process has left, and return where it begins."""
+        with writing(self.path, self._then):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a+b") as file:
+                begins = file.seek(0, os.SEEK_END)
+                file.seek(max(0, begins - 1))
+                if file.read() not in (b"", b"\n"):
+                    begins = file.truncate(sum(len(line) for _, line in self.lines()))
+                file.write((json.dumps(value, ensure_ascii=False) + "\n").encode())
+                file.flush()
+                if self._sync:
+                    os.fsync(file.fileno())
+        return begins
+
+
 @contextmanager
 def hold_folder(key: str, folder: Path, discard: Iterable[str] = ()) -> Iterator[None]:
     """Create `folder` and lock it while the block runs; a new folder that is still empty then is removed.

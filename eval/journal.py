@@ -5,7 +5,6 @@ of servers, with all turns of a batch, as facts.
 """
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -23,7 +22,7 @@ from draftsmith.errors import ConfigError, one_line
 from draftsmith.eval.settings import ANOTHER, Settings, Variant, require_same_settings
 from draftsmith.metrics import Counts, position_counts
 from draftsmith.reading import parse_json
-from draftsmith.storage import writing
+from draftsmith.storage import JsonLines
 
 SCHEMA = 2
 """Version of `eval.json` and `cells.jsonl`; increased when old code would misread new files."""
@@ -293,17 +292,17 @@ class Journal(Generic[AnyCell]):
     sittings: list[dict[str, Any]] = field(default_factory=list)
     """The environment of each start of the run."""
 
+    def __post_init__(self) -> None:
+        self._file = None if self.path is None else JsonLines(self.path, KEPT, sync=True)
+
     def begin(self, settings: Settings, fingerprints: dict[str, Any], environment: dict[str, Any]) -> None:
         """Read the results of an earlier call, and append the environment of this start.
 
         Raises:
             ConfigError: for a file of another run, naming the value that differs.
         """
-        if self.path is not None and self.path.exists():
-            self._read(self.path, settings, fingerprints)
-        if not self.cells and not self.facts and not self.sittings:
-            run = {"schema": SCHEMA, "settings": settings.model_dump(), **fingerprints}
-            self._append({"run": run}, anew=True)
+        if self.path is None or not self._read(self.path, settings, fingerprints):
+            self._append({"run": {"schema": SCHEMA, "settings": settings.model_dump(), **fingerprints}})
         self.sittings.append(environment)
         self._append({"sitting": environment})
 
@@ -315,7 +314,8 @@ class Journal(Generic[AnyCell]):
         self.facts[name] = value
         self._append({"fact": [name, value]})
 
-    def _read(self, path: Path, settings: Settings, fingerprints: dict[str, Any]) -> None:
+    def _read(self, path: Path, settings: Settings, fingerprints: dict[str, Any]) -> bool:
+        """Read the file; return whether it has a line."""
         lines = whole_lines(path)
         if lines:
             require_same_run(lines[0]["run"], settings, path.parent, fingerprints)
@@ -333,30 +333,21 @@ class Journal(Generic[AnyCell]):
                 self.sittings.append(checked(dict[str, Any], line.get("sitting"), where))
             if cell is not None:
                 self.cells[cell.key] = cast(AnyCell, cell)
+        return bool(lines)
 
-    def _append(self, line: dict[str, Any], *, anew: bool = False) -> None:
-        if self.path is None:
-            return
-        with writing(self.path, KEPT):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("wb" if anew else "ab") as file:
-                file.write((json.dumps(line, ensure_ascii=False) + "\n").encode())
-                file.flush()
-                os.fsync(file.fileno())
+    def _append(self, line: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.append(line)
 
 
 def whole_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a journal; an incomplete last line is removed from the file.
+    """Return the complete lines of a journal; none where there is no file.
 
     Raises:
         ConfigError: for a complete line that is not JSON.
     """
-    data = path.read_bytes()
-    end = data.rfind(b"\n") + 1
-    if end < len(data):
-        os.truncate(path, end)
     lines = []
-    for number, text in enumerate(data[:end].splitlines(), 1):
+    for number, (_, text) in enumerate(JsonLines(path, KEPT).lines(), 1):
         try:
             line = parse_json(text)
             if not isinstance(line, dict) or (number == 1) != isinstance(line.get("run"), dict):
@@ -369,15 +360,14 @@ def whole_lines(path: Path) -> list[dict[str, Any]]:
 
 def begun(path: Path) -> datetime | None:
     """Return the time that the prompts of a journal show; None where there is no journal, or they show none."""
-    lines = whole_lines(path) if path.is_file() else []
+    lines = whole_lines(path)
     now = lines[0]["run"].get("now") if lines else None
     return None if now is None else checked(datetime, now, path)
 
 
 def kept(out: Path) -> str:
     """Return a clause about the measurements that the journal in `out` holds."""
-    lines = whole_lines(out / JOURNAL) if (out / JOURNAL).is_file() else []
-    count = sum("cell" in line for line in lines)
+    count = sum("cell" in line for line in whole_lines(out / JOURNAL))
     return f"{count} measurements are kept in {out / JOURNAL}" if count else "nothing was measured yet"
 
 

@@ -6,12 +6,10 @@ nothing that was answered is asked again after a kill.
 """
 
 import json
-import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
@@ -23,7 +21,7 @@ from draftsmith.distill.server.client import BadAnswer
 from draftsmith.distill.turns import Asked
 from draftsmith.errors import ConfigError
 from draftsmith.reading import parse_json
-from draftsmith.storage import writing
+from draftsmith.storage import JsonLines
 
 CHAT, COMPLETION = "/chat/completions", "/completions"
 STOPPED, CUT, CALLED = "stop", "length", "tool_calls"
@@ -259,31 +257,18 @@ LINE = TypeAdapter(_Line)
 
 
 class AnswerJournal:
-    """The file of answers, as a context manager. Answers stay on disk and are read one at a time.
+    """The file of answers. They stay on disk and are read one at a time.
 
     Args:
         settings: what the answers depend on, for the first line.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        self.path, self._settings = path, settings
-        self._begins: dict[Place, int] = {}
-
-    def __enter__(self) -> Self:
-        with writing(self.path, KEPT):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("a+b")
-        try:
-            self._index()
-        except BaseException:
-            self._file.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
+        self._file = JsonLines(path, KEPT)
+        lines = self._file.lines()
+        if next(lines, None) is None:
+            self._file.append({"settings": settings})
+        self._begins: dict[Place, int] = {self._parse(line).place: begins for begins, line in lines}
 
     def __contains__(self, place: Place) -> bool:
         return place in self._begins
@@ -293,52 +278,27 @@ class AnswerJournal:
 
     def get(self, place: Place) -> Answer | None:
         """Return an answer; None if there is none yet."""
-        if place not in self._begins:
-            return None
-        self._file.seek(self._begins[place])
-        return self._parse(self._file.readline()).answer
+        return None if place not in self._begins else self._parse(self._file.line(self._begins[place])).answer
 
     def add(self, place: Place, answer: Answer) -> None:
         """Append an answer. A kill loses at most the answer that is being written."""
         assert place not in self._begins, f"{place} was answered twice"
-        self._begins[place] = self._append({"place": place, "answer": asdict(answer)})
+        self._begins[place] = self._file.append({"place": place, "answer": asdict(answer)})
 
     def copy(self, file: Path, numbers: set[int]) -> None:
         """Append the answers to these questions from another journal, to which another process may still write."""
-        if file == self.path:
+        if file == self._file.path:
             return
-        with suppress(FileNotFoundError), file.open("rb") as lines:
-            next(lines, None)
-            for line in lines:
-                with suppress(ConfigError):  # a damaged line, or one that is being written
-                    read = self._parse(line)
-                    if read.place[1] in numbers and read.place not in self:
-                        self.add(read.place, read.answer)
-
-    def _append(self, value: dict[str, Any]) -> int:
-        """Append a line, and return where it begins."""
-        with writing(self.path, KEPT):
-            begins = self._file.seek(0, os.SEEK_END)
-            self._file.write((json.dumps(value, ensure_ascii=False) + "\n").encode())
-            self._file.flush()
-        return begins
-
-    def _index(self) -> None:
-        """Find where every answer begins; an incomplete last line is removed."""
-        self._file.seek(0)
-        begins = 0
-        for line in self._file:
-            if not line.endswith(b"\n"):
-                os.truncate(self.path, begins)
-                break
-            if begins:
-                self._begins[self._parse(line).place] = begins
-            begins += len(line)
-        if not begins:
-            self._append({"settings": self._settings})
+        for begins, line in JsonLines(file, KEPT).lines():
+            with suppress(ConfigError):  # a damaged line
+                read = self._parse(line) if begins else None
+                if read is not None and read.place[1] in numbers and read.place not in self:
+                    self.add(read.place, read.answer)
 
     def _parse(self, line: bytes) -> _Line:
         try:
             return LINE.validate_python(parse_json(line))
         except (ValidationError, ValueError) as error:
-            raise ConfigError(f"{self.path} is damaged; expected what draftsmith wrote, or no such file") from error
+            raise ConfigError(
+                f"{self._file.path} is damaged; expected what draftsmith wrote, or no such file"
+            ) from error

@@ -168,12 +168,12 @@ def server_samples(
     with nullcontext() if rows.exists() else hold_cache(folder):
         if not rows.exists():
             require_client()
-            with AnswerJournal(folder / ANSWERS, sampler.described()) as journal:
-                run = _Run(sampler, questions, journal, say)
-                for other in sorted(folder.parent.glob(f"*/{ANSWERS}")) if cached else ():
-                    journal.copy(other, set(run.numbers))
-                asyncio.run(run.complete(check, progress))
-                run.write(rows)
+            journal = AnswerJournal(folder / ANSWERS, sampler.described())
+            run = _Run(sampler, questions, journal, say)
+            for other in sorted(folder.parent.glob(f"*/{ANSWERS}")) if cached else ():
+                journal.copy(other, set(run.numbers))
+            asyncio.run(run.complete(check, progress))
+            run.write(rows)
     return Dataset.from_file(str(rows))
 
 

@@ -71,7 +71,7 @@ class Said:
 
 
 class ServedModel:
-    """A server that continues prompts; `journal`, a context manager, holds the file of its answers."""
+    """A server that continues prompts; `journal` holds its answers."""
 
     def __init__(
         self, sampler: ServerSampler, context: int | None, journal: AnswerJournal, ends: frozenset[int]

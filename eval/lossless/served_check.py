@@ -329,7 +329,6 @@ def check_server(
         asked = (url, settings.model, settings, chat, prompts, files[0])
         with stage("asking what the server serves"):
             server = ServedModel.connect(*asked)
-        stack.enter_context(server.journal)
         if settings.baseline is None:
             with stage("loading the target"):
                 loaded = settings.target_section.load().model
@@ -337,7 +336,6 @@ def check_server(
         else:
             other = (settings.baseline, settings.model, settings, chat, prompts, files[1])
             reference, identity = Baseline(ServedModel.connect(*other)), settings.target
-            stack.enter_context(reference.server.journal)
         limit = min((n for n in (server.context, context_limit(config)) if n is not None), default=None)
         sent = [p for p in prompts if server.expressible(p.input_ids) and (limit is None or len(p.input_ids) < limit)]
         if not sent:

@@ -24,6 +24,7 @@ from draftsmith.heads import Medusa
 from draftsmith.heads.checkpoint import save_drafter
 from draftsmith.provenance import fingerprint, model_fingerprint
 from draftsmith.storage import (
+    JsonLines,
     atomic_folder,
     cache_dir,
     hold_cache,
@@ -194,3 +195,19 @@ def test_every_command_that_writes_says_who_is_there(
             assert f"={held} is in use by another process" in said[0], said
     assert [path.name for path in out.iterdir()] == [".lock"]
     assert not (tmp_path / "new").exists()
+
+
+def test_lines_are_read_without_a_change_and_appended_after_the_whole_ones(tmp_path: Path) -> None:
+    """Cut at every byte, as a kill or a full disk leaves the file; it is appended to twice."""
+    written, values = JsonLines(tmp_path / "new" / "a.jsonl", "then"), [{"a": "é\u2028"}, {}, [1]]
+    begins = [written.append(value) for value in values]
+    data = written.path.read_bytes()
+    assert list(JsonLines(tmp_path / "none", "then").lines()) == []
+    assert [written.line(begin) for begin in begins] == [line for _, line in written.lines()]
+    for cut in range(len(data) + 1):
+        written.path.write_bytes(data[:cut])
+        kept = [begin for begin, _ in written.lines()]
+        assert kept == begins[: data[:cut].count(b"\n")]
+        assert written.path.read_bytes() == data[:cut]
+        assert [written.append(5), written.append(6)] == [begin for begin, _ in written.lines()][len(kept) :]
+        assert written.path.read_bytes() == data[: data[:cut].rfind(b"\n") + 1] + b"5\n6\n"

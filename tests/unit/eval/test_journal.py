@@ -8,7 +8,8 @@ from unit.eval.made import cell, output
 
 from draftsmith.decode.sequence import Round
 from draftsmith.errors import ConfigError
-from draftsmith.eval.journal import BATCH, Journal, Numbers, Place, ServedCell, TextRecord
+from draftsmith.eval.journal import BATCH, JOURNAL, Journal, Numbers, Place, ServedCell, TextRecord, begun, kept
+from draftsmith.eval.report import check_report_folder
 from draftsmith.eval.settings import Settings
 
 SETTINGS = Settings(target="t", drafters={"d": "x"}, prompts="p", seed=1)
@@ -99,6 +100,18 @@ def test_damage_before_the_last_line_is_not_taken_for_a_torn_one(tmp_path: Path)
     path.write_text("\n".join([*lines[:2], lines[2][:9], *lines[3:]]) + "\n")
     with pytest.raises(ConfigError, match=r"cells\.jsonl:3 is damaged"):
         Journal(path).begin(SETTINGS, PRINTS, ENVIRONMENT)
+
+
+def test_a_journal_that_another_process_writes_is_read_without_a_change(tmp_path: Path) -> None:
+    """As an interrupted command does, which has left the lock of the folder."""
+    path = tmp_path / JOURNAL
+    _journal(path, 2)
+    data = path.read_bytes()[:-9]
+    path.write_bytes(data)
+    assert kept(tmp_path) == f"1 measurements are kept in {path}"
+    assert begun(path) is None
+    check_report_folder(tmp_path, SETTINGS)
+    assert path.read_bytes() == data
 
 
 def test_where_tokens_came_from() -> None:
