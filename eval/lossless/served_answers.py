@@ -43,7 +43,7 @@ PROBED = 96
 
 
 @dataclass(frozen=True)
-class Question:
+class CompletionRequest:
     """A prompt, and how it is to be continued. `place` identifies it in the journal."""
 
     place: Place
@@ -55,7 +55,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Said:
+class Completion:
     """A continuation: its text without outer spaces, and its tokens without the one that ended it, where known."""
 
     text: str
@@ -63,7 +63,7 @@ class Said:
     ended: bool
     """The model ended it, not the limit of tokens."""
 
-    def same(self, other: "Said") -> bool:
+    def same(self, other: "Completion") -> bool:
         """Return whether two continuations are equal, as far as both are known."""
         if self.tokens is None or other.tokens is None:
             return self.text == other.text
@@ -120,7 +120,9 @@ class ServedModel:
             return False
         return True
 
-    def say(self, requests: Sequence[Question], *, at_once: int = 1, done: Done = lambda _: None) -> list[Said]:
+    def complete(
+        self, requests: Sequence[CompletionRequest], *, at_once: int = 1, done: Done = lambda _: None
+    ) -> list[Completion]:
         """Return the continuations of all requests, asking for those that are not stored.
 
         Raises:
@@ -133,7 +135,7 @@ class ServedModel:
             asyncio.run(self._complete(pending, at_once, done))
         return [self._read(request) for request in requests]
 
-    async def _complete(self, pending: list[Question], at_once: int, done: Done) -> None:
+    async def _complete(self, pending: list[CompletionRequest], at_once: int, done: Done) -> None:
         todo = iter(pending)
 
         async def work() -> None:
@@ -159,12 +161,12 @@ class ServedModel:
         if answer.finish == CUT and not (answer.text or answer.tokens or answer.usage.get("completion_tokens")):
             raise ConfigError(f"{where} answers without a token; expected as many as it is asked for")
 
-    def _read(self, request: Question) -> Said:
+    def _read(self, request: CompletionRequest) -> Completion:
         answer = self.journal.get(request.place)
         assert answer is not None, "every request was answered"
         if answer.tokens and answer.tokens[-1] in self._ends:
-            return Said(bare(answer.text), answer.tokens[:-1], True)
-        return Said(bare(answer.text), answer.tokens, answer.finish == STOPPED and bool(self._ends))
+            return Completion(bare(answer.text), answer.tokens[:-1], True)
+        return Completion(bare(answer.text), answer.tokens, answer.finish == STOPPED and bool(self._ends))
 
 
 async def _with_fields(
@@ -204,7 +206,7 @@ Tests = Callable[[Drawn, float], list[Test]]
 """Returns the tests of a sample at a level for all of them together."""
 
 
-def string(text: Said, end: int, *, tokens: bool) -> String:
+def string(text: Completion, end: int, *, tokens: bool) -> String:
     """Return a continuation as a tuple of tokens, or of characters, with `end` after it if it has ended."""
     whole = text.tokens if tokens and text.tokens is not None else map(ord, text.text)
     return (*whole, *([end] if text.ended else []))
@@ -218,21 +220,23 @@ class Local:
     chat: Chat
     seed: int
 
-    def say(self, requests: Sequence[Question], *, done: Done = lambda _: None) -> list[Said]:
+    def complete(self, requests: Sequence[CompletionRequest], *, done: Done = lambda _: None) -> list[Completion]:
         """Return its own greedy continuations."""
-        decoder, ends, said = SpeculativeDecoder(self.model), sorted(self.chat.ends) or None, list[Said]()
+        decoder, ends, said = SpeculativeDecoder(self.model), sorted(self.chat.ends) or None, list[Completion]()
         for request in requests:
             output = decoder.generate(request.prompt, max_new_tokens=request.tokens, eos_token_id=ends)
-            said.append(self._said(request.prompt, output.tokens))
+            said.append(self._completion(request.prompt, output.tokens))
             done(request.tokens)
         return said
 
-    def _said(self, prompt: list[int], tokens: list[int]) -> Said:
+    def _completion(self, prompt: list[int], tokens: list[int]) -> Completion:
         ended = bool(tokens) and tokens[-1] in self.chat.ends
         shown = tokens[:-1] if ended else tokens
-        return Said(bare(text_after(self.chat.tokenizer, prompt, shown)), shown, ended)
+        return Completion(bare(text_after(self.chat.tokenizer, prompt, shown)), shown, ended)
 
-    def differences(self, request: Question, theirs: Said, own: Said, slack: float = 0.0) -> list[Divergence]:
+    def differences(
+        self, request: CompletionRequest, theirs: Completion, own: Completion, slack: float = 0.0
+    ) -> list[Divergence]:
         """Return where an answer is not its own, judged; `slack`: a gap of logits that is no bug."""
         prompt = Prompt(f"#{request.place[1] + 1}", "", request.prompt)
         tokens, alone, ended, ends = theirs.tokens, list(own.tokens or ()), own.ended, sorted(self.chat.ends)[:1]
@@ -246,7 +250,7 @@ class Local:
         return divergences(self.model, prompt, tokens, [*alone, *(ends if ended else [])], slack=slack)
 
     def tests(
-        self, requests: list[list[Question]], greedy: Sequence[String], sampling: Sampling, *, tokens: bool
+        self, requests: list[list[CompletionRequest]], greedy: Sequence[String], sampling: Sampling, *, tokens: bool
     ) -> tuple[Tests, float]:
         """Return tests of answers to sampled requests, by context, and the tolerance of p.
 
@@ -274,7 +278,7 @@ class Local:
                     top_k=sampling.top_k,
                     top_p=sampling.top_p,
                 )
-                texts += [self._said(part[0].prompt, output.tokens) for output in outputs]
+                texts += [self._completion(part[0].prompt, output.tokens) for output in outputs]
             drawn.append([string(text, -1, tokens=False) for text in texts])
         return partial(sample_tests, drawn, False), 0.0
 
@@ -293,10 +297,12 @@ class Baseline:
 
     server: ServedModel
 
-    def say(self, requests: Sequence[Question], *, done: Done = lambda _: None) -> list[Said]:
-        return self.server.say(requests, done=done)
+    def complete(self, requests: Sequence[CompletionRequest], *, done: Done = lambda _: None) -> list[Completion]:
+        return self.server.complete(requests, done=done)
 
-    def differences(self, request: Question, theirs: Said, own: Said, slack: float = 0.0) -> list[Divergence]:
+    def differences(
+        self, request: CompletionRequest, theirs: Completion, own: Completion, slack: float = 0.0
+    ) -> list[Divergence]:
         """Judge the first difference by what this server draws there at a low temperature."""
         if theirs.same(own):
             return []
@@ -307,10 +313,10 @@ class Baseline:
         kind = "near tie" if self._draws(request, theirs, ours, place) else "bug"
         return [Divergence(f"#{request.place[1] + 1}", place, first, second, None, None, WARM_GAP, kind)]
 
-    def _tokens(self, request: Question, text: Said) -> list[int]:
+    def _tokens(self, request: CompletionRequest, text: Completion) -> list[int]:
         return self.server.chat.response(request.prompt, text.text, "answer") if text.tokens is None else text.tokens
 
-    def _draws(self, request: Question, theirs: Said, ours: list[int], place: int) -> bool:
+    def _draws(self, request: CompletionRequest, theirs: Completion, ours: list[int], place: int) -> bool:
         """Return whether this server draws the token at `place` of an answer, too."""
         prompt = [*request.prompt, *ours[:place]]
         if not self.server.expressible(prompt):
@@ -318,7 +324,7 @@ class Baseline:
         kind, number, _ = request.place
         after = replace(request, prompt=prompt, tokens=1, temperature=WARM)
         requests = [replace(after, place=(JUDGED + kind, number, draw)) for draw in range(DRAWS)]
-        drawn = self.server.say(requests, at_once=AT_ONCE)
+        drawn = self.server.complete(requests, at_once=AT_ONCE)
         rest = bare(text_after(self.server.chat.tokenizer, prompt, ours[place:]))
         if place == len(ours):
             return theirs.ended and sum(text.ended for text in drawn) >= SEEN
@@ -327,9 +333,9 @@ class Baseline:
         return sum(bool(text.text) and rest.startswith(text.text) for text in drawn) >= SEEN
 
     def tests(
-        self, requests: list[list[Question]], greedy: Sequence[String], sampling: Sampling, *, tokens: bool
+        self, requests: list[list[CompletionRequest]], greedy: Sequence[String], sampling: Sampling, *, tokens: bool
     ) -> tuple[Tests, float]:
-        said = [self.server.say(of_context, at_once=AT_ONCE) for of_context in requests]
+        said = [self.server.complete(of_context, at_once=AT_ONCE) for of_context in requests]
         drawn = [[string(text, -1, tokens=tokens) for text in texts] for texts in said]
         return partial(sample_tests, drawn, tokens), 0.0
 

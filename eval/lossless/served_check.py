@@ -32,10 +32,10 @@ from draftsmith.eval.lossless.sampled_texts import Done
 from draftsmith.eval.lossless.served_answers import (
     AT_ONCE,
     Baseline,
+    Completion,
+    CompletionRequest,
     Local,
-    Question,
     Reference,
-    Said,
     ServedModel,
     Tests,
     filled,
@@ -87,20 +87,20 @@ class ServedCheck:
 
     def arms(self) -> Iterator[VariantCheck]:
         """Yield the results of each kind of question."""
-        requests = [Question((ALONE, n, 0), p.input_ids, self._room(p)) for n, p in enumerate(self.prompts)]
+        requests = [CompletionRequest((ALONE, n, 0), p.input_ids, self._room(p)) for n, p in enumerate(self.prompts)]
         one, several = "one request at a time", f"{AT_ONCE} requests at a time"
         with self._stage("the reference's greedy texts", requests) as done:
-            self._own = self.reference.say(requests, done=done)
+            self._own = self.reference.complete(requests, done=done)
         with self._stage(f"greedy texts, {one}", requests) as done:
-            alone = self.server.say(requests, done=done)
+            alone = self.server.complete(requests, done=done)
         yield self._arm(one, self._compared(requests, alone, self._own))
         together = [replace(request, place=(TOGETHER, *request.place[1:])) for request in requests]
         with self._stage(f"greedy texts, {several}", together) as done:
-            said = self.server.say(together, at_once=AT_ONCE, done=done)
+            said = self.server.complete(together, at_once=AT_ONCE, done=done)
         yield self._arm(several, self._compared(together, said, self._own))
         cold = [replace(request, place=(COLD, *request.place[1:]), temperature=COLDEST) for request in requests]
         with self._stage(f"texts at T={COLDEST:g}, {one}", cold) as done:
-            said = self.server.say(cold, done=done)
+            said = self.server.complete(cold, done=done)
         yield self._arm(one, self._compared(cold, said, self._own, COLD_GAP), COLDEST)
         for name, probe in {
             "stop strings": self._stop,
@@ -121,7 +121,7 @@ class ServedCheck:
         for number, temperature in enumerate(t for t in self.settings.temperatures if t > 0):
             yield self._sampled(number, temperature, alone)
 
-    def _stage(self, name: str, requests: Sequence[Question]) -> AbstractContextManager[Done]:
+    def _stage(self, name: str, requests: Sequence[CompletionRequest]) -> AbstractContextManager[Done]:
         return stage(name, sum(request.tokens for request in requests))
 
     def _room(self, prompt: Prompt, tokens: int = GREEDY_TOKENS) -> int:
@@ -132,7 +132,11 @@ class ServedCheck:
         return VariantCheck(served, name, SERVED_RULE, temperature, greedy_verdict(greedy), greedy)
 
     def _compared(
-        self, requests: Sequence[Question], said: Sequence[Said], own: Sequence[Said], slack: float = 0.0
+        self,
+        requests: Sequence[CompletionRequest],
+        said: Sequence[Completion],
+        own: Sequence[Completion],
+        slack: float = 0.0,
     ) -> GreedyCheck:
         """Compare greedy answers with the reference's."""
         differing, identical, tokens = list[Divergence](), 0, 0
@@ -142,7 +146,7 @@ class ServedCheck:
             differing += self.reference.differences(request, theirs, ours, slack)
         return GreedyCheck(len(requests), identical, tokens, self.drafts(len(requests)), differing)
 
-    def _stop(self, requests: Sequence[Question], alone: Sequence[Said], _: Done) -> GreedyCheck | str:
+    def _stop(self, requests: Sequence[CompletionRequest], alone: Sequence[Completion], _: Done) -> GreedyCheck | str:
         """Stop greedy answers at characters from their middle; compare with the same answers, cut there."""
         expected, asked = [], []
         for request, said in zip(requests, alone, strict=False):
@@ -154,7 +158,7 @@ class ServedCheck:
                 asked.append(replace(request, place=place, fields={"stop": [stop]}))
         if not asked:
             return "the answers are too short"
-        answers, bugs = [said.text for said in self.server.say(asked)], list[Divergence]()
+        answers, bugs = [said.text for said in self.server.complete(asked)], list[Divergence]()
         for request, text, (whole, cuts) in zip(asked, answers, expected, strict=True):
             # An answer that leaves the text before the stop is judged with the other greedy texts.
             if text not in cuts and (whole.startswith(text) or request.fields["stop"][0] in text):
@@ -164,7 +168,7 @@ class ServedCheck:
         drafted = self.drafts(len(asked))
         return GreedyCheck(len(asked), same, sum(request.tokens for request in asked), drafted, bugs)
 
-    def _cuts(self, request: Question, said: Said, stop: str) -> set[str]:
+    def _cuts(self, request: CompletionRequest, said: Completion, stop: str) -> set[str]:
         """Return a text up to its stop, and up to the token that completes it: transformers ends there."""
         chat, before = self.server.chat, request.prompt
         tokens = said.tokens if said.tokens is not None else chat.response(before, said.text, "answer")
@@ -172,7 +176,7 @@ class ServedCheck:
         cut = said.text[: said.text.index(stop)].strip()
         return {cut, next((text for text in shown if stop in text), cut)}
 
-    def _end(self, _: Sequence[Question], __: Sequence[Said], done: Done) -> GreedyCheck | str:
+    def _end(self, _: Sequence[CompletionRequest], __: Sequence[Completion], done: Done) -> GreedyCheck | str:
         """Ask for the last tokens of the context; `done`: called with the tokens that were read."""
         if self.limit is None:
             return "the length of the context is not known"
@@ -183,10 +187,10 @@ class ServedCheck:
             # A prompt after which the text reaches the end: that of the last length is a good guess.
             for shift in range(first, min(PROBED, len(self.prompts))):
                 prompts = [*self.prompts[shift:], *self.prompts[:shift]]
-                request = Question((END, number, shift), filled(prompts, self.limit - left), left)
+                request = CompletionRequest((END, number, shift), filled(prompts, self.limit - left), left)
                 if not self.server.expressible(request.prompt):
                     return "the prompt is not the same tokens again when it is sent as text"
-                (text,) = self.reference.say([request])
+                (text,) = self.reference.complete([request])
                 if not text.ended:
                     requests.append(request)
                     own.append(text)
@@ -197,11 +201,11 @@ class ServedCheck:
             return "the target ends its texts before"
         said = []
         for request in requests:
-            said += self.server.say([request])
+            said += self.server.complete([request])
             done(self.limit)
         return self._compared(requests, said, own)
 
-    def _sampled(self, number: int, temperature: float, alone: Sequence[Said]) -> VariantCheck:
+    def _sampled(self, number: int, temperature: float, alone: Sequence[Completion]) -> VariantCheck:
         """Sample the first tokens after each prompt with many seeds."""
         settings, sampling = self.settings, self.settings.sampling(temperature)
         contexts = [n for n, prompt in enumerate(self.prompts) if self._room(prompt, TOKENS) == TOKENS]
@@ -210,13 +214,13 @@ class ServedCheck:
         draws = max(1, settings.tokens // (TOKENS * len(contexts)))
         requests = [
             [
-                Question((SAMPLED + number, n, draw), self.prompts[n].input_ids, TOKENS, temperature)
+                CompletionRequest((SAMPLED + number, n, draw), self.prompts[n].input_ids, TOKENS, temperature)
                 for draw in range(draws)
             ]
             for n in contexts
         ]
         with self._stage(f"sampling at T={temperature:g}", list(chain(*requests))) as done:
-            said = [self.server.say(of_context, at_once=AT_ONCE, done=done) for of_context in requests]
+            said = [self.server.complete(of_context, at_once=AT_ONCE, done=done) for of_context in requests]
         drafted = self.drafts(sum(map(len, requests)))
         tokens = all(text.tokens is not None for texts in said for text in texts)
         end = min(self.server.chat.ends, default=-1) if tokens else -1
@@ -237,7 +241,7 @@ class ServedCheck:
         (served,) = settings.drafters
         return VariantCheck(served, "sampled", SERVED_RULE, temperature, found.verdict, None, found)
 
-    def _begin(self, prompt: Prompt, text: Said, end: int, *, tokens: bool) -> String:
+    def _begin(self, prompt: Prompt, text: Completion, end: int, *, tokens: bool) -> String:
         """Return the first tokens of a greedy answer, or their text."""
         if tokens:
             return string(text, end, tokens=True)[:TOKENS]

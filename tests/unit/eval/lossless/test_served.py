@@ -18,7 +18,7 @@ from draftsmith.distill.server.answers import bare
 from draftsmith.distill.turns import text_seed
 from draftsmith.eval.lossless.check import Check, VariantCheck, sentences
 from draftsmith.eval.lossless.hypotheses import chi_square_tail, homogeneity
-from draftsmith.eval.lossless.served_answers import Baseline, Local, Question, Said, ServedModel
+from draftsmith.eval.lossless.served_answers import Baseline, Completion, CompletionRequest, Local, ServedModel
 from draftsmith.eval.lossless.served_check import ServedCheck
 from draftsmith.eval.prompts import Prompt
 from draftsmith.eval.settings import CheckSettings
@@ -52,15 +52,15 @@ class Server:
     def expressible(self, prompt: list[int]) -> bool:
         return True
 
-    def say(self, requests: Sequence[Question], **_: Any) -> list[Said]:
-        groups: dict[Any, list[Question]] = {}
+    def complete(self, requests: Sequence[CompletionRequest], **_: Any) -> list[Completion]:
+        groups: dict[Any, list[CompletionRequest]] = {}
         for request in requests:
             key = (request.tokens, request.temperature, str(request.fields), len(request.prompt))
             groups.setdefault(key, []).append(request)
         said = {request.place: text for group in groups.values() for request, text in self._group(group)}
         return [said[request.place] for request in requests]
 
-    def _group(self, group: list[Question]) -> list[tuple[Question, Said]]:
+    def _group(self, group: list[CompletionRequest]) -> list[tuple[CompletionRequest, Completion]]:
         first = group[0]
         temperature = {"hot": 1.0, "greedy": 0.0}.get(self.wrong, first.temperature)
         outputs = self.decoder.generate_batch(
@@ -69,9 +69,11 @@ class Server:
             temperature=temperature if first.temperature else 0.0,
             seeds=[text_seed(self.seed, *request.place) for request in group],
         )
-        return [(request, self._said(request, output.tokens)) for request, output in zip(group, outputs, strict=True)]
+        return [
+            (request, self._completion(request, output.tokens)) for request, output in zip(group, outputs, strict=True)
+        ]
 
-    def _said(self, request: Question, tokens: list[int]) -> Said:
+    def _completion(self, request: CompletionRequest, tokens: list[int]) -> Completion:
         if len(request.prompt) + len(tokens) == CONTEXT:
             tokens = {"last": [*tokens[:-1], tokens[-1] % 50 + 2], "short": tokens[:-1]}.get(self.wrong, tokens)
         ended = tokens[-1:] == [1]
@@ -80,7 +82,7 @@ class Server:
         stop = request.fields.get("stop", [None])[0]
         if stop is not None and stop in text and self.wrong != "stop":
             text, tokens = text[: text.index(stop)], []
-        return Said(text, None if self.texts else tokens, ended)
+        return Completion(text, None if self.texts else tokens, ended)
 
 
 def check(server: Server, *, baseline: bool = False, tokens: int = 1600) -> tuple[dict[str, VariantCheck], list[str]]:
