@@ -36,7 +36,7 @@ from draftsmith.heads.base import (
 )
 from draftsmith.heads.hidden_states import require_layers
 from draftsmith.heads.initial_weights import inputs_of, sampled
-from draftsmith.heads.layers import Attend, LayerConfig, Rope, cached_attention, ready, rotary, windows_of
+from draftsmith.heads.layers import Attend, LayerConfig, Rope, cached_attention, layer_config, ready, rotary, windows_of
 from draftsmith.heads.lm_head import DraftVocabulary, copy_lm_head, draft_rows_of, logits_head, weight_of
 from draftsmith.heads.model_config import context_limit
 from draftsmith.heads.read_positions import ReadPositions
@@ -117,6 +117,10 @@ class DraftNetwork(nn.Module, ABC):
             self.vocabulary = DraftVocabulary.of(draft_vocabulary, len(place)).to(place.device)
             self._share_rows()
 
+    def start_from_target(self, target: PreTrainedModel, draft_vocabulary: list[int] | None) -> None:
+        """Initialise the weights that do not begin random; networks that pass their state through extend it."""
+        self.start_lm_head(target, draft_vocabulary)
+
     def project(self, features_nF: Tensor) -> Tensor:
         """Return the target's features as a state [n, H]."""
         return features_nF
@@ -186,6 +190,39 @@ class NetworkDrafter(TrainableDrafter, Generic[Network]):
         self.body = body
         self.needs = Needs(layers=layers)
         self.vocab_size, self.context_limit = body.config.vocab_size, context_limit(body.config)
+
+    @classmethod
+    def from_target(
+        cls,
+        target: PreTrainedModel,
+        *,
+        num_hidden_layers: int = 1,
+        intermediate_size: int | None = None,
+        window: int | None = None,
+        layers: list[int] | None = None,
+        draft_vocabulary: list[int] | None = None,
+        **options: Any,
+    ) -> Self:
+        """Return layers of the target's width, initialised from the target, see `DraftNetwork.start_from_target`."""
+        body = layer_config(target, num_hidden_layers, window=window, intermediate_size=intermediate_size)
+        features = cls.default_layers(target) if layers is None else tuple(layers)
+        return cls.on_target(target, body, draft_vocabulary, layers=features, **options)
+
+    @classmethod
+    def on_target(
+        cls, target: PreTrainedModel, body: LlamaConfig, draft_vocabulary: list[int] | None = None, **options: Any
+    ) -> Self:
+        """Return a drafter with layers of the config `body`, attached to the target and initialised from it."""
+        size = None if draft_vocabulary is None else len(draft_vocabulary)
+        drafter = cls(body, draft_vocab_size=size, **options)  # pyright: ignore[reportCallIssue]  # of each subclass
+        drafter.attach(target)
+        drafter.body.start_from_target(target, draft_vocabulary)
+        return drafter
+
+    @classmethod
+    def default_layers(cls, target: PreTrainedModel) -> tuple[int, ...]:
+        """Return the target's layers whose features a new drafter reads."""
+        return (FINAL,)
 
     @property
     @abstractmethod

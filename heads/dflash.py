@@ -32,7 +32,6 @@ from draftsmith.heads.hidden_states import positions_like
 from draftsmith.heads.initial_weights import best_state, copied_share, final_states_of, silence, typical_sizes
 from draftsmith.heads.lattice import DEFAULTS as LILICORR
 from draftsmith.heads.lattice import LatticeReranker
-from draftsmith.heads.layers import layer_config
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.model_config import text_config
 from draftsmith.heads.rows import Counts
@@ -127,41 +126,39 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         *,
         block_size: int = 8,
         num_hidden_layers: int = 2,
-        layers: list[int] | None = None,
         window: int | None = None,
         anchors: int = 64,
         mask_token: int | None = None,
         trained_mask: bool = False,
-        draft_vocabulary: list[int] | None = None,
         **options: Any,
     ) -> Self:
         """Return layers of the target's width; for the options see `DFlashSection`.
 
         A `window` hides tokens that are further from a position; within it, all positions of a block see each other.
-        `draft_vocabulary`: tokens of an own lm_head, which starts as the target's; None: the target's is used.
         """
         if block_size < 2:
             raise ConfigError.of("drafter.block_size", block_size, ">= 2: the anchor and one draft token")
         if anchors < 1:
             raise ConfigError.of("drafter.anchors", anchors, ">= 1")
         token = default_mask_token(target, mask_token)
-        drafter = cls(
-            layer_config(target, num_hidden_layers),
-            layers=five_depths(target) if layers is None else tuple(layers),
+        if window is not None:
+            options |= {"windows": [window] * num_hidden_layers, **NEW_WINDOWS}
+        drafter = super().from_target(
+            target,
+            num_hidden_layers=num_hidden_layers,
             block_size=block_size,
             anchors=anchors,
-            draft_vocab_size=None if draft_vocabulary is None else len(draft_vocabulary),
             mask_token=None if trained_mask else token,
-            **({} if window is None else {"windows": [window] * num_hidden_layers, **NEW_WINDOWS}),
             **options,
         )
-        drafter.attach(target)
         with torch.no_grad():
-            if draft_vocabulary is not None:
-                drafter.body.start_lm_head(target, draft_vocabulary)
             place = weight_of(target.get_input_embeddings()).device
             drafter.body.mask_embedding.copy_(drafter.body.embed(torch.tensor(token, device=place)))
         return drafter
+
+    @classmethod
+    def default_layers(cls, target: PreTrainedModel) -> tuple[int, ...]:
+        return five_depths(target)
 
     def outside_layers(self) -> list[nn.Parameter]:
         others = [module for module in (self.transitions, self.confidence) if module is not None]

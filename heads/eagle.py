@@ -9,7 +9,7 @@ al. 2024, arXiv:2408.15766) also on its own states, over several steps, as in de
 """
 
 from collections.abc import Iterable
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from draftsmith.heads.autoregressive import AutoregressiveDrafter, DraftNetwork
 from draftsmith.heads.base import FINAL, TeacherSignals
 from draftsmith.heads.initial_weights import Regression, silence
-from draftsmith.heads.layers import Attend, DecoderLayer, Rope, layer_config
+from draftsmith.heads.layers import Attend, DecoderLayer, Rope
 
 
 class EagleNetwork(DraftNetwork):
@@ -30,6 +30,13 @@ class EagleNetwork(DraftNetwork):
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, norm_input=layer > 0) for layer in range(config.num_hidden_layers)
         )
+
+    @torch.no_grad()
+    def start_from_target(self, target: PreTrainedModel, draft_vocabulary: list[int] | None) -> None:
+        """At first fc passes the state through unchanged."""
+        super().start_from_target(target, draft_vocabulary)
+        hidden = self.config.hidden_size
+        self.fc.weight[:, hidden:] += torch.eye(hidden)
 
     def step(
         self, embeds_BTH: Tensor, states_BTH: Tensor, rope: Rope, attend: Attend, read_Q: Tensor | None = None
@@ -59,24 +66,6 @@ class Eagle(AutoregressiveDrafter[EagleNetwork]):
     ) -> None:
         super().__init__(EagleNetwork(body, draft_vocab_size), layers, train_steps)
         self.noise = noise
-
-    @classmethod
-    def from_target(
-        cls,
-        target: PreTrainedModel,
-        *,
-        num_hidden_layers: int = 1,
-        draft_vocabulary: list[int] | None = None,
-        **options: Any,
-    ) -> Self:
-        """Return decoder layers of the target's width. At first fc passes the state through unchanged."""
-        drafter = cls(layer_config(target, num_hidden_layers), **options)
-        drafter.attach(target)
-        drafter.body.start_lm_head(target, draft_vocabulary)
-        with torch.no_grad():
-            hidden = drafter.body.config.hidden_size
-            drafter.body.fc.weight[:, hidden:] += torch.eye(hidden)
-        return drafter
 
     @torch.no_grad()
     def start_on_next_states(self, batches: Iterable[TeacherSignals]) -> None:

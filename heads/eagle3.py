@@ -20,7 +20,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import AutoregressiveDrafter, DraftNetwork, NetworkDrafter
 from draftsmith.heads.base import Context, Level, TeacherSignals, unread
 from draftsmith.heads.initial_weights import final_states_of, silence, typical_sizes
-from draftsmith.heads.layers import Attend, DecoderLayer, Rope, SelfAttention, layer_config, norm
+from draftsmith.heads.layers import Attend, DecoderLayer, Rope, SelfAttention, norm
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.model_config import text_config
 from draftsmith.heads.rows import Columns, Rows
@@ -98,7 +98,7 @@ class Eagle3Network(DraftNetwork):
     @torch.no_grad()
     def start_from_target(self, target: PreTrainedModel, draft_vocabulary: list[int] | None) -> None:
         """Start the lm_head as the target's. fc selects the highest feature, which is closest to that one's input."""
-        self.start_lm_head(target, draft_vocabulary)
+        super().start_from_target(target, draft_vocabulary)
         hidden = self.config.hidden_size
         self.fc.weight.zero_()
         self.fc.weight[:, -hidden:] = torch.eye(hidden)
@@ -142,27 +142,8 @@ class Eagle3(AutoregressiveDrafter[Eagle3Network]):
         self._options = options
 
     @classmethod
-    def from_target(
-        cls,
-        target: PreTrainedModel,
-        *,
-        num_hidden_layers: int = 1,
-        intermediate_size: int | None = None,
-        layers: list[int] | None = None,
-        window: int | None = None,
-        draft_vocabulary: list[int] | None = None,
-        **options: Any,
-    ) -> Self:
-        """Return layers of the target's width, initialised from the target, see `Eagle3Network.start_from_target`."""
-        drafter = cls(
-            layer_config(target, num_hidden_layers, window=window, intermediate_size=intermediate_size),
-            layers=three_depths(target) if layers is None else tuple(layers),
-            draft_vocab_size=None if draft_vocabulary is None else len(draft_vocabulary),
-            **options,
-        )
-        drafter.attach(target)
-        drafter.body.start_from_target(target, draft_vocabulary)
-        return drafter
+    def default_layers(cls, target: PreTrainedModel) -> tuple[int, ...]:
+        return three_depths(target)
 
     def feature_layer(self) -> nn.Linear:
         return self.body.fc
@@ -222,33 +203,17 @@ class ParallelEagle(NetworkDrafter[Eagle3Network]):
 
     @classmethod
     def from_target(
-        cls,
-        target: PreTrainedModel,
-        *,
-        num_tokens: int = 5,
-        num_hidden_layers: int = 1,
-        layers: list[int] | None = None,
-        window: int | None = None,
-        mask_token: int | None = None,
-        mask_before_fc: bool = False,
-        draft_vocabulary: list[int] | None = None,
-        **options: Any,
+        cls, target: PreTrainedModel, *, num_tokens: int = 5, mask_token: int | None = None, **options: Any
     ) -> Self:
         """Return layers of the target's width, initialised as EAGLE-3's; for the options see `ParallelEagleSection`."""
         if num_tokens < 1:
             raise ConfigError.of("drafter.num_tokens", num_tokens, ">= 1")
-        drafter = cls(
-            layer_config(target, num_hidden_layers, window=window),
-            layers=three_depths(target) if layers is None else tuple(layers),
-            num_tokens=num_tokens,
-            mask_token=default_mask_token(target, mask_token),
-            mask_before_fc=mask_before_fc,
-            draft_vocab_size=None if draft_vocabulary is None else len(draft_vocabulary),
-            **options,
-        )
-        drafter.attach(target)
-        drafter.body.start_from_target(target, draft_vocabulary)
-        return drafter
+        token = default_mask_token(target, mask_token)
+        return super().from_target(target, num_tokens=num_tokens, mask_token=token, **options)
+
+    @classmethod
+    def default_layers(cls, target: PreTrainedModel) -> tuple[int, ...]:
+        return three_depths(target)
 
     def feature_layer(self) -> nn.Linear:
         return self.body.fc

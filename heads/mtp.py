@@ -21,7 +21,7 @@ from draftsmith.heads.autoregressive import AutoregressiveDrafter
 from draftsmith.heads.base import FINAL, Context, DraftStates, Runner, TeacherSignals
 from draftsmith.heads.formats.native_mtp import expected_layer, read_native, stated_modules
 from draftsmith.heads.initial_weights import Regression, silence
-from draftsmith.heads.layers import layer_config, windows_of
+from draftsmith.heads.layers import windows_of
 from draftsmith.heads.mtp_modules import ModuleRunner
 from draftsmith.heads.mtp_network import MtpNetwork
 from draftsmith.heads.read_positions import ReadPositions
@@ -66,27 +66,30 @@ class Mtp(AutoregressiveDrafter[MtpNetwork]):
         target: PreTrainedModel,
         *,
         init: Literal["random", "native"] = "random",
-        num_hidden_layers: int = 1,
         num_modules: int | None = None,
         draft_vocabulary: list[int] | None = None,
         **options: Any,
     ) -> Self:
         """Return modules of the target's width; `init="native"` loads those of the target's own checkpoint."""
-        if init == "native":
-            body, own, weights = read_native(target, num_modules)
-            drafter = cls(body, layers=(FINAL,), num_modules=len(weights), **own, **options)
-            drafter.attach(target)
-            for network, values in zip(drafter.networks, weights, strict=True):
-                network.load_state_dict(values)
-            drafter.body.start_lm_head(target, draft_vocabulary)
-            return drafter
-        drafter = cls(layer_config(target, num_hidden_layers), num_modules=num_modules or 1, **options)
-        drafter.attach(target)
+        if init == "random":
+            return super().from_target(
+                target, num_modules=num_modules or 1, draft_vocabulary=draft_vocabulary, **options
+            )
+        options.pop("num_hidden_layers", None)  # the checkpoint's
+        body, own, weights = read_native(target, num_modules)
+        drafter = cls.on_target(target, body, num_modules=len(weights), **own, **options)
+        for network, values in zip(drafter.networks, weights, strict=True):
+            network.load_state_dict(values)
         drafter.body.start_lm_head(target, draft_vocabulary)
-        with torch.no_grad():
-            hidden = drafter.body.config.hidden_size
-            for network in drafter.networks:
-                network.input_proj.weight[:, :hidden] += torch.eye(hidden)
+        return drafter
+
+    @classmethod
+    def on_target(
+        cls, target: PreTrainedModel, body: LlamaConfig, draft_vocabulary: list[int] | None = None, **options: Any
+    ) -> Self:
+        drafter = super().on_target(target, body, draft_vocabulary, **options)
+        for network in drafter.networks[1:]:
+            network.start_from_target(target, None)
         return drafter
 
     @classmethod
@@ -97,10 +100,8 @@ class Mtp(AutoregressiveDrafter[MtpNetwork]):
         layer = expected_layer(target) if options.get("init") == "native" else None
         if layer is None:
             return cls.from_target(target, **{**options, "init": "random"})
-        drafter = cls(layer, train_steps=options["train_steps"], num_modules=options["num_modules"])
-        drafter.attach(target)
-        drafter.body.start_lm_head(target, options.get("draft_vocabulary"))
-        return drafter
+        shapes = {key: options[key] for key in ("train_steps", "num_modules")}
+        return cls.on_target(target, layer, options.get("draft_vocabulary"), **shapes)
 
     def attach(self, target: PreTrainedModel) -> None:
         super().attach(target)

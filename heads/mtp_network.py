@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModel, LlamaConfig, PreTrainedConfig
+from transformers import AttentionInterface, AutoModel, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 from draftsmith.heads.autoregressive import DraftNetwork
 from draftsmith.heads.layers import Attend, DecoderLayer, Rope, norm
@@ -84,6 +84,13 @@ class MtpNetwork(DraftNetwork):
             layers = [own]
         self.layers = nn.ModuleList(layers)
         self.final_layernorm = norm(config, centred=centred).requires_grad_(not target_norm)
+
+    @torch.no_grad()
+    def start_from_target(self, target: PreTrainedModel, draft_vocabulary: list[int] | None) -> None:
+        """At first input_proj passes the state through unchanged."""
+        super().start_from_target(target, draft_vocabulary)
+        hidden = self.config.hidden_size
+        self.input_proj.weight[:, :hidden] += torch.eye(hidden)
 
     def step(
         self, embeds_BTH: Tensor, states_BTH: Tensor, rope: Rope, attend: Attend, read_Q: Tensor | None = None
