@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,31 +17,6 @@ ROWS = 64
 """See `logits_of`."""
 
 
-class Normalizers(NamedTuple):
-    """The numbers that p over a draft vocabulary needs of the other tokens' logits."""
-
-    log_sum_N: Tensor
-    """Logarithm of the sum of the exponentials of all logits."""
-    argmax_N: Tensor
-    """The most likely token."""
-
-
-@dataclass(frozen=True, eq=False)
-class TeacherOutput:
-    """The target at N positions."""
-
-    hidden_NH: Tensor
-    labels_N: Tensor
-    """The text's next token, -1 if there is none."""
-    normalizers: Normalizers | None = None
-    """Stored ones, at temperature 1."""
-
-    def at(self, place: slice | Tensor) -> "TeacherOutput":
-        """Return the output at a part of the positions."""
-        stored = None if self.normalizers is None else Normalizers(*(part[place] for part in self.normalizers))
-        return TeacherOutput(self.hidden_NH[place], self.labels_N[place], stored)
-
-
 @dataclass(frozen=True, eq=False)
 class Position:
     """The unmasked tokens of one draft position, in the order of the target's positions."""
@@ -49,30 +24,16 @@ class Position:
     entry: DraftStates
     student_ND: Tensor
     rows_N: Tensor
-    """Row of each token in the target's output, ascending and distinct."""
+    """Row of each token among the target's trained positions, ascending and distinct."""
     states_N: Tensor
     """Index of each token among the entry's states."""
 
 
-class Aligned(NamedTuple):
-    """All draft positions, and the target at every position that at least one of them is trained towards."""
+def align(unrolled: Sequence[DraftStates], signals: TeacherSignals) -> tuple[list[Position], Tensor]:
+    """Return the unmasked tokens of every draft position, and the places of the target's trained positions.
 
-    positions: list[Position]
-    known: TeacherOutput
-
-    def bounds(self, size: int) -> list[list[int]]:
-        """Return for each draft position where its tokens divide, when the target's rows divide into chunks of `size`.
-
-        Draft position k has tokens bounds[k][c] to bounds[k][c + 1] in chunk c.
-        """
-        count = self.known.labels_N.shape[0]
-        edges = torch.arange(0, count + size, size, device=self.known.labels_N.device)
-        return [torch.bucketize(edges, position.rows_N).tolist() for position in self.positions]
-
-
-def align(unrolled: Sequence[DraftStates], signals: TeacherSignals) -> Aligned:
-    """Select the unmasked states of every draft position, and the target's outputs that they should agree with."""
-    T = signals.mask_BT.shape[1]
+    These are the indices [N] in the flattened batch, ascending, that at least one draft position is trained towards.
+    """
     chosen = [_trained(entry, signals.mask_BT) for entry in unrolled]
     taught_X = torch.zeros_like(signals.mask_BT).flatten()
     for _, places_N in chosen:
@@ -82,12 +43,8 @@ def align(unrolled: Sequence[DraftStates], signals: TeacherSignals) -> Aligned:
         Position(entry, entry.states_ND[states_N], row_X[places_N], states_N)
         for entry, (states_N, places_N) in zip(unrolled, chosen, strict=True)
     ]
-    next_BT = signals.input_ids_BT.where(signals.attention_mask_BT.bool(), -1)[:, 1:]
-    labels_BT = nn.functional.pad(next_BT, (0, 1), value=-1)
-    taught_BT, stored = taught_X.view(-1, T), None
-    if signals.log_sum_BT is not None and signals.argmax_BT is not None:
-        stored = Normalizers(signals.log_sum_BT[taught_BT], signals.argmax_BT[taught_BT])
-    return Aligned(positions, TeacherOutput(signals.hidden_BTH[taught_BT], labels_BT[taught_BT], stored))
+    (places_N,) = taught_X.nonzero(as_tuple=True)
+    return positions, places_N
 
 
 def _trained(entry: DraftStates, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,72 +119,68 @@ def forward_kl_and_alpha(logits_ND: Tensor, p: TargetRows, temperature: float) -
     return _ForwardKl.apply(logits_ND, p, temperature)
 
 
+@dataclass(frozen=True, eq=False)
 class TargetChunk:
-    """The target at a chunk of positions: its logits are computed once, for all draft positions.
+    """The target at N positions: its logits are computed once, for all draft positions."""
 
-    Args:
-        known: at the positions of the chunk.
-        temperature: of p.
-        vocabulary_D: see `DraftStates`.
-        draft_head: the rows of `lm_head` for these tokens, which suffice where normalizers are stored.
-        fused: keep what `forward_kl_and_alpha` needs instead of log-probabilities.
-    """
+    hidden_NH: Tensor
+    labels_N: Tensor
+    """The text's next token as a row of the drafter's vocabulary; -1 if there is none, or it is not in there."""
+    argmax_N: Tensor
+    """The target's most likely token as such a row."""
+    p: TargetRows | None
+    """What `forward_kl_and_alpha` needs; None with `p_log_ND`."""
+    p_log_ND: Tensor | None
+    """Log-probabilities, not renormalised: over a part of the vocabulary the probabilities do not add up to 1."""
 
+    @classmethod
     @torch.no_grad()
-    def __init__(
-        self,
-        known: TeacherOutput,
+    def of(
+        cls,
+        signals: TeacherSignals,
+        places_N: Tensor,
         lm_head: LmHead,
         temperature: float,
         vocabulary_D: Tensor | None,
         *,
         draft_head: LmHead | None = None,
         fused: bool = False,
-    ) -> None:
-        self.known, self._temperature, self._vocabulary_D = known, temperature, vocabulary_D
-        if draft_head is not None and known.normalizers is not None:
-            log_sum_N, argmax_N = known.normalizers
-            p_log_ND = at_least_float32(logits_of(draft_head, known.hidden_NH))
+    ) -> Self:
+        """Return the target at some places of the flattened batch.
+
+        Args:
+            temperature: of p.
+            vocabulary_D: see `DraftStates`.
+            draft_head: the rows of `lm_head` for these tokens, which suffice where the signals have `log_sum_BT`.
+            fused: keep what `forward_kl_and_alpha` needs instead of log-probabilities.
+        """
+        hidden_NH = signals.hidden_BTH.flatten(0, 1)[places_N]
+        if draft_head is not None and signals.log_sum_BT is not None and signals.argmax_BT is not None:
+            argmax_N, log_sum_N = signals.argmax_BT.flatten()[places_N], signals.log_sum_BT.flatten()[places_N]
+            p_log_ND = at_least_float32(logits_of(draft_head, hidden_NH))
             p_log_ND = p_log_ND - log_sum_N[:, None].to(p_log_ND.dtype)
         else:
-            p_NV = at_least_float32(logits_of(lm_head, known.hidden_NH))
+            p_NV = at_least_float32(logits_of(lm_head, hidden_NH))
             argmax_N = p_NV.argmax(-1)
-            p_log_NV = _tempered(p_NV, temperature).log_softmax(-1)
+            p_log_NV = tempered(p_NV, temperature).log_softmax(-1)
             p_log_ND = p_log_NV if vocabulary_D is None else p_log_NV[:, vocabulary_D]
-        self._p = TargetRows.of(p_log_ND, whole=vocabulary_D is None) if fused else None
-        self._p_log_ND = None if fused else p_log_ND
-        self._argmax_N = draft_rows(argmax_N, vocabulary_D)
+        labels_N, argmax_N = (draft_rows(ids, vocabulary_D) for ids in (_next_tokens(signals, places_N), argmax_N))
+        p = TargetRows.of(p_log_ND, whole=vocabulary_D is None) if fused else None
+        return cls(hidden_NH, labels_N, argmax_N, p, None if fused else p_log_ND)
 
-    def compare(self, student_nD: Tensor, rows_n: Tensor, entry: DraftStates) -> "Compared":
-        """Compute the drafter's logits at some positions of the chunk; `rows_n`: ascending and distinct."""
-        argmax_n, p, p_log_nD, known = self._argmax_N, self._p, self._p_log_ND, self.known
-        if rows_n.shape != argmax_n.shape:  # else the rows are all of the chunk, in order
-            argmax_n, known = argmax_n[rows_n], known.at(rows_n)
-            p, p_log_nD = None if p is None else p.at(rows_n), None if p_log_nD is None else p_log_nD[rows_n]
-        q_nD = logits_of(entry.head, student_nD)
-        return Compared(argmax_n, p_log_nD, p, q_nD, known, self._temperature, self._vocabulary_D)
+    def at(self, rows_n: Tensor) -> "TargetChunk":
+        """Return the target at some of the positions; `rows_n`: ascending and distinct."""
+        if rows_n.shape == self.argmax_N.shape:  # all, in order
+            return self
+        p = None if self.p is None else self.p.at(rows_n)
+        p_log_nD = None if self.p_log_ND is None else self.p_log_ND[rows_n]
+        return TargetChunk(self.hidden_NH[rows_n], self.labels_N[rows_n], self.argmax_N[rows_n], p, p_log_nD)
 
 
-@dataclass(frozen=True, eq=False)
-class Compared:
-    """Target and drafter at N positions."""
-
-    target_argmax_N: Tensor
-    """The target's most likely token as a row of the drafter's vocabulary; -1 if it is not in there."""
-    p_log_ND: Tensor | None
-    """The target's log-probabilities, not renormalised: over a part of the vocabulary the probabilities do not add up
-    to 1. None with `p`."""
-    p: TargetRows | None
-    q_ND: Tensor
-    """The drafter's logits, before a temperature is applied, in the dtype of its head."""
-    known: TeacherOutput
-    temperature: float
-    vocabulary_D: Tensor | None
-
-    def rows(self) -> tuple[Tensor, Tensor]:
-        """Return the log-probabilities of target and drafter over the drafter's vocabulary."""
-        assert self.p_log_ND is not None, "log-probabilities are kept unless the terms are fused"
-        return self.p_log_ND, _tempered(at_least_float32(self.q_ND), self.temperature).log_softmax(-1)
+def _next_tokens(signals: TeacherSignals, places_N: Tensor) -> Tensor:
+    """Return the text's token after each place of the flattened batch; -1 if there is none."""
+    next_BT = signals.input_ids_BT.where(signals.attention_mask_BT.bool(), -1)[:, 1:]
+    return nn.functional.pad(next_BT, (0, 1), value=-1).flatten()[places_N]
 
 
 def logits_of(head: LmHead, states_NH: Tensor) -> Tensor:
@@ -241,7 +194,7 @@ def logits_of(head: LmHead, states_NH: Tensor) -> Tensor:
     return head(nn.functional.pad(states_NH, (0, 0, 0, filling)))[: len(states_NH)] if filling else head(states_NH)
 
 
-def _tempered(logits: Tensor, temperature: float) -> Tensor:
+def tempered(logits: Tensor, temperature: float) -> Tensor:
     """Divide logits by the temperature; at 1 return them without a copy."""
     return logits if temperature == 1 else logits / temperature
 

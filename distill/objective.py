@@ -9,7 +9,7 @@ the backward pass would save as much memory and cost another forward pass of bot
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,16 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.distill.draft_probabilities import (
-    Aligned,
-    Compared,
     LmHead,
     Position,
     TargetChunk,
-    TeacherOutput,
     align,
     at_least_float32,
-    draft_rows,
     forward_kl_and_alpha,
+    logits_of,
+    tempered,
 )
 from draftsmith.distill.draft_weights import DraftWeights
 from draftsmith.distill.losses import (
@@ -164,13 +162,15 @@ class Objective:
 
         `last_alpha`: alpha of each position over the last global batch, for lk_lambda; None in the first step.
         """
-        aligned = align(unrolled, signals)
+        positions, places_N = align(unrolled, signals)
         terms, weights = self.terms, None
         if ACCEPTED_LENGTH in terms:
-            weights = DraftWeights(aligned.positions, self.draft_length, signals.mask_BT.shape[1])
-        sums = _Sums.of(aligned)
-        parts = self._parts(aligned, sums, weights, lm_head, last_alpha or [0.0] * len(unrolled))
-        states = [position.student_ND for position in aligned.positions]
+            weights = DraftWeights(positions, self.draft_length, signals.mask_BT.shape[1])
+        sums = _Sums.of(positions)
+        chunks = _chunks(positions, places_N, self.chunk_tokens)
+        target_at = self._target(signals, lm_head, positions[0].entry.vocabulary_D)
+        parts = self._parts(chunks, target_at, sums, weights, last_alpha or [0.0] * len(unrolled))
+        states = [position.student_ND for position in positions]
         loss = summed_loss(parts, states, [parameter for entry in unrolled for parameter in entry.parameters()])
         if weights is not None:
             loss = loss + terms[ACCEPTED_LENGTH] * weights.constant()
@@ -178,26 +178,22 @@ class Objective:
 
     def _parts(
         self,
-        aligned: Aligned,
+        chunks: Sequence[tuple[Tensor, list["_Tokens"]]],
+        target_at: Callable[[Tensor], TargetChunk],
         sums: "_Sums",
         weights: DraftWeights | None,
-        lm_head: LmHead,
         last_alpha: Sequence[float],
     ) -> Iterator[Part]:
         """Yield the tokens of each draft position for each chunk of the target's positions.
 
         A token's weight may depend on tokens of its draft in later chunks: those are compared first, without gradient.
         """
-        size, vocabulary_D = self.chunk_tokens, aligned.positions[0].entry.vocabulary_D
-        draft_head = self._draft_head(aligned.known, lm_head, vocabulary_D)
-        ahead = 0 if weights is None else -(-(weights.longest - 1) // size)
-        chunks = _chunks(aligned, size)
+        ahead = 0 if weights is None else -(-(weights.longest - 1) // self.chunk_tokens)
         waiting: deque[tuple[TargetChunk, list[_Tokens]]] = deque()
         for number in range(len(chunks) + ahead):
             if number < len(chunks):
-                known, tokens = chunks[number]
-                fused = self._is_plain_kl and weights is None
-                target = TargetChunk(known, lm_head, self.temperature, vocabulary_D, draft_head=draft_head, fused=fused)
+                places_n, tokens = chunks[number]
+                target = target_at(places_n)
                 if weights is not None:
                     self._record(weights, target, tokens)
                 waiting.append((target, tokens))
@@ -213,26 +209,27 @@ class Objective:
                 del one
             waiting.popleft()
 
-    def _draft_head(self, known: TeacherOutput, lm_head: LmHead, vocabulary_D: Tensor | None) -> LmHead | None:
-        """Return the rows of the lm_head for the draft vocabulary, where they give p; else None."""
-        if vocabulary_D is None or known.normalizers is None or self.temperature != 1:
-            return None
-        return draft_rows_of(lm_head, vocabulary_D)
-
-    @property
-    def _is_plain_kl(self) -> bool:
-        """Whether nothing but forward KL at one temperature, and alpha, is computed from the probabilities."""
-        return self.terms.keys() == {"kl"} and not self.top_k_weight
+    def _target(
+        self, signals: TeacherSignals, lm_head: LmHead, vocabulary_D: Tensor | None
+    ) -> Callable[[Tensor], TargetChunk]:
+        """Return a function that computes the target at places of the flattened batch."""
+        # The rows of the lm_head for the draft vocabulary give p where the sums over all logits are stored.
+        stored = signals.log_sum_BT is not None and self.temperature == 1
+        draft_head = draft_rows_of(lm_head, vocabulary_D) if stored and vocabulary_D is not None else None
+        # Forward KL at one temperature and alpha are computed together, where nothing else needs probabilities.
+        fused = self.terms.keys() == {"kl"} and not self.top_k_weight
+        how = {"draft_head": draft_head, "fused": fused}
+        return lambda places_n: TargetChunk.of(signals, places_n, lm_head, self.temperature, vocabulary_D, **how)
 
     def _record(self, weights: DraftWeights, target: TargetChunk, tokens: Sequence["_Tokens"]) -> None:
         """Record alpha of the tokens of a chunk; the weights follow from it."""
         for some in tokens:
-            compared = target.compare(some.position.student_ND[some.place], some.rows_n, some.position.entry)
-            weights.record(some.k, some.place, overlap(*compared.rows()))
+            q_nD = logits_of(some.position.entry.head, some.position.student_ND[some.place])
+            weights.record(some.k, some.place, overlap(*self._log_probabilities(target.at(some.rows_n), q_nD)))
 
     def _loss(
         self,
-        target: TargetChunk,
+        chunk: TargetChunk,
         some: "_Tokens",
         weight_n: Tensor | None,
         last_alpha: float,
@@ -243,15 +240,14 @@ class Objective:
 
         `weight_n`: see `DraftWeights`; None without the term accepted_length.
         """
-        entry = some.position.entry
-        compared = target.compare(student_ND, some.rows_n, entry)
-        loss_N, alpha_N = self._compared(compared, weight_n is not None, last_alpha)
+        entry, target = some.position.entry, chunk.at(some.rows_n)
+        q_ND = logits_of(entry.head, student_ND)
+        loss_N, alpha_N = self._compared(target, q_ND, weight_n is not None, last_alpha)
         if entry.base_head is not None:
-            base = target.compare(student_ND, some.rows_n, replace(entry, head=entry.base_head))
-            loss_N = loss_N + self._compared(base, False, last_alpha)[0]
-        sums.add(some.k, alpha_N.detach(), compared)
+            loss_N = loss_N + self._compared(target, logits_of(entry.base_head, student_ND), False, last_alpha)[0]
+        sums.add(some.k, alpha_N.detach(), target.argmax_N == q_ND.argmax(-1))
         if self.feature_weight and entry.regresses:
-            teacher_ND = compared.known.hidden_NH.to(student_ND.dtype)
+            teacher_ND = target.hidden_NH.to(student_ND.dtype)
             distance_ND = nn.functional.smooth_l1_loss(student_ND, teacher_ND, reduction="none")
             loss_N = loss_N + self.feature_weight * distance_ND.mean(-1)
         if entry.confidence is not None and self.confidence_weight:
@@ -264,13 +260,15 @@ class Objective:
             loss = loss - self.terms[ACCEPTED_LENGTH] * (weight_n * alpha_N).sum()
         return loss
 
-    def _compared(self, compared: Compared, differentiable: bool, last_alpha: float) -> tuple[Tensor, Tensor]:
-        """Return the weighted terms [N] and alpha [N]."""
-        if compared.p is not None:
-            kl_N, alpha_N = forward_kl_and_alpha(compared.q_ND, compared.p, self.temperature)
+    def _compared(
+        self, target: TargetChunk, q_ND: Tensor, differentiable: bool, last_alpha: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the weighted terms [N] and alpha [N] of the drafter's logits."""
+        if target.p is not None:
+            kl_N, alpha_N = forward_kl_and_alpha(q_ND, target.p, self.temperature)
             return self.terms["kl"] * kl_N, alpha_N
-        rows, label_rows_N = compared.rows(), draft_rows(compared.known.labels_N, compared.vocabulary_D)
-        inputs = LossInputs(*rows, compared.target_argmax_N, label_rows_N, last_alpha)
+        rows = self._log_probabilities(target, q_ND)
+        inputs = LossInputs(*rows, target.argmax_N, target.labels_N, last_alpha)
         loss_N = torch.zeros_like(rows[1][:, 0])
         for kind, weight in self.terms.items():
             loss_N = loss_N + weight * LOSSES[kind](inputs)
@@ -278,6 +276,11 @@ class Objective:
             loss_N = loss_N + self.top_k_weight * top_k_cross_entropy(*rows, self.top_k)
         with torch.set_grad_enabled(differentiable):
             return loss_N, overlap(*rows)
+
+    def _log_probabilities(self, target: TargetChunk, q_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """Return those of target and drafter over the drafter's vocabulary."""
+        assert target.p_log_ND is not None, "log-probabilities are kept unless the terms are fused"
+        return target.p_log_ND, tempered(at_least_float32(q_ND), self.temperature).log_softmax(-1)
 
 
 class _Tokens(NamedTuple):
@@ -291,19 +294,19 @@ class _Tokens(NamedTuple):
     """Their rows in the chunk."""
 
 
-def _chunks(aligned: Aligned, size: int) -> list[tuple[TeacherOutput, list[_Tokens]]]:
-    """Divide the target's positions into chunks, each with the tokens that are trained towards it."""
-    bounds = aligned.bounds(size)
+def _chunks(positions: Sequence[Position], places_N: Tensor, size: int) -> list[tuple[Tensor, list[_Tokens]]]:
+    """Divide the target's trained positions into chunks, each with the tokens that are trained towards it."""
+    edges = torch.arange(0, len(places_N) + size, size, device=places_N.device)
+    bounds = [torch.bucketize(edges, position.rows_N).tolist() for position in positions]
     chunks = []
-    for number in range(len(bounds[0]) - 1):
-        known = aligned.known.at(slice(number * size, (number + 1) * size))
+    for number in range(len(edges) - 1):
         tokens = []
-        for k, position in enumerate(aligned.positions):
+        for k, position in enumerate(positions):
             start, stop = bounds[k][number : number + 2]
             if start < stop:
                 rows_n = position.rows_N[start:stop] - number * size
                 tokens.append(_Tokens(k, position, slice(start, stop), rows_n))
-        chunks.append((known, tokens))
+        chunks.append((places_N[number * size : (number + 1) * size], tokens))
     return chunks
 
 
@@ -316,15 +319,14 @@ class _Sums:
     count_K: Tensor
 
     @classmethod
-    def of(cls, aligned: Aligned) -> "_Sums":
+    def of(cls, positions: Sequence[Position]) -> "_Sums":
         """Return zeros, and the numbers of tokens."""
-        device = aligned.known.labels_N.device
-        zeros = [torch.zeros((), device=device) for _ in aligned.positions]
-        counts = [len(position.rows_N) for position in aligned.positions]
+        device = positions[0].rows_N.device
+        zeros = [torch.zeros((), device=device) for _ in positions]
+        counts = [len(position.rows_N) for position in positions]
         return cls(zeros, list(zeros), torch.tensor(counts, device=device))
 
-    def add(self, k: int, alpha_N: Tensor, compared: Compared) -> None:
+    def add(self, k: int, alpha_N: Tensor, same_N: Tensor) -> None:
         """Add the tokens of a chunk."""
         self.alpha[k] = self.alpha[k] + alpha_N.sum()
-        same_N = compared.target_argmax_N == compared.q_ND.argmax(-1)
         self.match[k] = self.match[k] + same_N.sum()
