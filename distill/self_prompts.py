@@ -18,7 +18,7 @@ from draftsmith.distill.conversation import Conversation
 from draftsmith.distill.data_section import SELF, DataSection, Kind
 from draftsmith.distill.dataset import FEATURES
 from draftsmith.distill.load_target import LoadedTarget
-from draftsmith.distill.regeneration import Sampler, Share, target_key, target_samples
+from draftsmith.distill.regeneration import Sampler, Share, target_samples
 from draftsmith.distill.sources import read_source
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.model_config import decoding_limit, eos_tokens
@@ -82,7 +82,7 @@ def write_self_prompts(
         )
     drawn = {"response_tokens": room, "temperature": 1.0, "responses": 1}
     sampler = Sampler(target, chat, data.model_copy(update=drawn), seed)
-    key = fingerprint([VERSION, target_key(sampler, _headers(header, 1)), chat.key(), header, count, longest])
+    key = fingerprint([VERSION, sampler.target_key(_headers(header, 1)), chat.key(), header, count, longest])
     file = cache_dir() / "self-prompts" / f"{key}.jsonl"
     share.wait()  # all processes decide alike: the file is written after the next one
     if file.is_file():

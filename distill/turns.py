@@ -11,7 +11,6 @@ from datasets import Dataset
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.conversation import Conversation
 from draftsmith.distill.messages import ASSISTANT, Message
-from draftsmith.heads.hidden_states import ProcessorInputs
 from draftsmith.provenance import fingerprint
 
 
@@ -23,13 +22,12 @@ class Asked:
         prompt: the tokens that the first answer follows.
         turns: the user's turns and the tools as JSON; '' for plain text.
         number: of the question, for seeds, see `question_numbers`; default: its place.
+        images: of the prompt, see `FEATURES` of distill/dataset.py; a conversation with images has one turn.
     """
 
-    def __init__(self, index: int, prompt: list[int], turns: str, number: int | None = None) -> None:
+    def __init__(self, index: int, prompt: list[int], turns: str, number: int | None = None, images: str = "") -> None:
         self.index, self.prompt = index, prompt
-        self.number = index if number is None else number
-        self.inputs: ProcessorInputs | None = None
-        """The processor's tensors of the prompt; a conversation with images has one turn."""
+        self.number, self.images = index if number is None else number, images
         question = json.loads(turns) if turns else {"turns": [[]], "tools": None}
         self._turns, self.tools = question["turns"], question["tools"]
         self.messages: list[Message] = list(self._turns[0])

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from draftsmith.distill.answered import sampling_key
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.data_section import SELF, DataSection, ServerSection, with_written_prompts
 from draftsmith.distill.dataset import length_statistics
@@ -19,13 +20,7 @@ from draftsmith.distill.detokenize import text_after
 from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.distill.messages import ASSISTANT
 from draftsmith.distill.mixture import of_source, read_sources
-from draftsmith.distill.regeneration import (
-    Sampler,
-    response_folders,
-    samples_key,
-    sampling_counts,
-    target_samples,
-)
+from draftsmith.distill.regeneration import Sampler, sampling_counts, target_samples
 from draftsmith.distill.self_prompts import write_self_prompts
 from draftsmith.errors import ConfigError
 from draftsmith.heads.checkpoint import load_drafter
@@ -142,16 +137,16 @@ def _regenerate(settings: Regeneration) -> None:
     name = settings.drafter
     drafter = None if name is None else load_drafter(name, loaded.model, loaded.tokenizer)
     sampler = Sampler(loaded, chat, data, settings.seed, drafter)
-    folder = out.with_name(f".{out.name}.{samples_key(sampler, questions)}")
+    folder = out.with_name(f".{out.name}.{sampling_key(sampler, questions)}")
     rows = target_samples(sampler, questions, folder=folder, say=console.say)
-    separate = config.is_encoder_decoder
+    separate, count = config.is_encoder_decoder, len(rows)
     made_with = tokenizer_fingerprint(chat.tokenizer)
-    _write_lines(out, (_line(rows[index], questions, chat, made_with, separate) for index in range(len(rows))))
-    sampled = sampling_counts(folder, data.responses)
-    for place in response_folders(folder, data.responses):
-        shutil.rmtree(place)
+    _write_lines(out, (_line(rows[index], questions, chat, made_with, separate) for index in range(count)))
+    sampled = sampling_counts(folder)
+    del rows  # its file is open until then
+    shutil.rmtree(folder)
     console.say(f"{sampled['tokens']:,} tokens with tau {sampled['tau']:.2f}")
-    console.say(f"{out}: {len(rows):,} samples")
+    console.say(f"{out}: {count:,} samples")
 
 
 def _questions(chat: Chat, sources: list[DataSection], context: int | None, console: Console) -> Dataset:
@@ -184,7 +179,7 @@ def _regenerate_from(server: ServerSection, settings: Regeneration) -> None:
     console = Console(True)
     questions = _questions(chat, data.sources, context_limit(config), console)
     sampler = ServerSampler(data, chat, settings.seed, context_limit(config), target.model)
-    folder = out.with_name(f".{out.name}.{sampler.key(questions)}")
+    folder = out.with_name(f".{out.name}.{sampling_key(sampler, questions)}")
     rows = server_samples(sampler, questions, console.say, partial(check_server, target=target.model), folder=folder)
     source, count, made_with = sampler.described(), len(rows), tokenizer_fingerprint(tokenizer)
     _write_lines(

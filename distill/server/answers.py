@@ -6,6 +6,7 @@ nothing that was answered is asked again after a kill.
 """
 
 import json
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -272,6 +273,9 @@ class AnswerJournal:
 
     def __contains__(self, place: Place) -> bool:
         return place in self._begins
+
+    def __iter__(self) -> Iterator[Place]:
+        return iter(self._begins)
 
     def __len__(self) -> int:
         return len(self._begins)

@@ -2,23 +2,21 @@
 
 import asyncio
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, Features, List, Value
-from datasets.arrow_writer import ArrowWriter
+from datasets import Dataset, Features, Value
 from rich.progress import TaskID, TextColumn
 
+from draftsmith.distill.answered import FEATURES, AnsweredQuestions, sampling_key
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.data_section import DataSection, ServerSection, require_client
 from draftsmith.distill.server.answers import (
     CHAT,
     COMPLETION,
-    KEPT,
     Accepts,
     Answer,
     AnswerJournal,
@@ -28,25 +26,16 @@ from draftsmith.distill.server.answers import (
     read_answer,
 )
 from draftsmith.distill.server.client import LOST, RequestFailed, ServerClient
-from draftsmith.distill.turns import Asked, question_numbers, text_seed
+from draftsmith.distill.turns import Asked, text_seed
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.provenance import fingerprint
-from draftsmith.storage import cache_dir, hold_cache, writing
+from draftsmith.storage import cache_dir, hold_cache
 from draftsmith.terminal import Bars, Terminal, units
 
 VERSION = 2
-ANSWERS = "answers.jsonl"
 LEFT_OUT_FIRST = 20
 """Answers that may be left out before half of all answers must be usable."""
-FEATURES = Features(
-    {
-        "input_ids": List(Value("int64")),
-        "spans": List(List(Value("int64"))),
-        "question": Value("int64"),
-        "messages": Value("string"),
-        "usage": Value("string"),
-    }
-)
+USED = Features({**FEATURES, "usage": Value("string")})
 """Columns of the rows. `usage`: the numbers of tokens that the server counted for each span, as JSON."""
 
 
@@ -75,13 +64,8 @@ class ServerSampler:
         thinking = self.server.thinking == "keep"
         self._reader = AnswerReader(self.chat, self.data.response_tokens, thinking)
 
-    def target_key(self) -> str:
-        """Return a key of what an answer depends on besides the question and the number of the response."""
+    def target_key(self, questions: Dataset) -> str:
         return fingerprint([VERSION, self.target, self.described(), self.chat.key()])
-
-    def key(self, questions: Dataset) -> str:
-        """Return the cache key of the answers, from everything that they depend on except their number."""
-        return fingerprint([self.target_key(), question_numbers(questions)])
 
     def described(self) -> dict[str, Any]:
         """Return the model and the settings that are stored with the answers."""
@@ -148,7 +132,7 @@ def server_samples(
     folder: Path | None = None,
     progress: bool = True,
 ) -> Dataset:
-    """Return the server's responses to all questions as rows (`FEATURES`), those of the first response first.
+    """Return the server's responses to all questions as rows (`USED`), those of the first response first.
 
     Answers are stored as they come, by question. After a kill the same call asks only for the others; for more
     responses, or for another data set with some of the questions, only for the new ones.
@@ -163,64 +147,40 @@ def server_samples(
         DraftsmithError: for too many failures; the answers are kept.
     """
     cached = folder is None
-    folder = folder or cache_dir() / "samples" / f"server-{sampler.target_key()}" / sampler.key(questions)
+    if folder is None:
+        place = cache_dir() / "samples" / f"server-{sampler.target_key(questions)}"
+        folder = place / sampling_key(sampler, questions)
     rows = folder / f"rows-{sampler.data.responses}.arrow"
     with nullcontext() if rows.exists() else hold_cache(folder):
         if not rows.exists():
             require_client()
-            journal = AnswerJournal(folder / ANSWERS, sampler.described())
-            run = _Run(sampler, questions, journal, say)
-            for other in sorted(folder.parent.glob(f"*/{ANSWERS}")) if cached else ():
-                journal.copy(other, set(run.numbers))
+            journal = AnswerJournal(folder / "answers.jsonl", sampler.described())
+            answered = AnsweredQuestions(sampler, questions, sampler.data.responses, journal)
+            if cached:
+                answered.copy_from(folder.parent)
+            run = _Run(sampler, answered, say)
             asyncio.run(run.complete(check, progress))
             run.write(rows)
     return Dataset.from_file(str(rows))
 
 
 class _Run:
-    """The conversations of one call, and their answers."""
+    """The questions of one call while a server answers them."""
 
-    def __init__(
-        self, sampler: ServerSampler, questions: Dataset, journal: AnswerJournal, say: Callable[[str], None]
-    ) -> None:
-        self.sampler, self.questions, self.journal, self.say = sampler, questions, journal, say
-        self.numbers = question_numbers(questions)
-        self.left_out: Counter[str] = Counter()
+    def __init__(self, sampler: ServerSampler, answered: AnsweredQuestions, say: Callable[[str], None]) -> None:
+        self.sampler, self.answered, self.say = sampler, answered, say
         self.failures: list[str] = []
-
-    def places(self) -> Iterator[tuple[int, int]]:
-        """Yield the number of every response and question."""
-        for response in range(self.sampler.data.responses):
-            for question in range(len(self.questions)):
-                yield response, question
-
-    def replay(self, response: int, question: int) -> tuple[Asked, int | None]:
-        """Return a conversation with its stored answers, and the turn that is to be asked; None if it is complete."""
-        row, number = self.questions[question], self.numbers[question]
-        asked, turn = Asked(question, list(row["input_ids"]), row["turns"]), 0
-        while (answer := self.journal.get((response, number, turn))) is not None:
-            if not self._add(asked, answer, turn):
-                return asked, None
-            turn += 1
-        return asked, turn
-
-    def _add(self, asked: Asked, answer: Answer, turn: int) -> bool:
-        try:
-            return self.sampler.add(asked, answer, turn)
-        except NoTokens as reason:
-            self.left_out[str(reason)] += 1
-            return False
 
     async def complete(self, check: Callable[..., Any], progress: bool) -> None:
         """Ask for everything that is not stored yet."""
-        pending = [place for place in self.places() if self.replay(*place)[1] is not None]
-        total = len(self.questions) * self.sampler.data.responses
+        pending, questions = self.answered.pending(), self.answered.questions
+        total = len(questions) * self.sampler.data.responses
         if not pending:
             return
         self.say(f"responses: {len(pending):,} of {total:,} are new")
         state = TextColumn("{task.fields[state]}")
         async with ServerClient(self.sampler.server) as client:
-            await check(self.sampler, self.questions, client)
+            await check(self.sampler, questions, client)
             with Bars(*units(), state, console=Terminal(stderr=True), disable=not progress) as bar:
                 task = bar.add_task("asking the server", total=total, completed=total - len(pending), state="")
                 todo = iter(pending)
@@ -234,16 +194,14 @@ class _Run:
             except RequestFailed as error:
                 self._failed(str(error))
             except NoTokens as reason:
-                self.left_out[str(reason)] += 1
+                self.answered.left_out[str(reason)] += 1
             bar.update(task, advance=1, state=f"{len(self.failures)} failed" if self.failures else "")
 
     async def _converse(self, response: int, question: int, client: ServerClient) -> None:
-        asked, turn = self.replay(response, question)
-        number = self.numbers[question]
+        asked, turn = self.answered.replay(response, question)
         while turn is not None:
-            answer = await self.sampler.ask(client, asked, [response, number, turn])
-            self.journal.add((response, number, turn), answer)
-            turn = turn + 1 if self._add(asked, answer, turn) else None
+            answer = await self.sampler.ask(client, asked, [response, asked.number, turn])
+            turn = self.answered.add(asked, response, turn, answer)
             self._require_usable()
 
     def _failed(self, reason: str) -> None:
@@ -256,39 +214,28 @@ class _Run:
 
     def _require_usable(self) -> None:
         """Stop where more than half of the answers are left out: the server has another tokenizer or template."""
-        count = sum(self.left_out.values())
-        if count > LEFT_OUT_FIRST and count > len(self.journal) / 2:
-            reason, _ = self.left_out.most_common(1)[0]
-            raise DraftsmithError(f"{count} of {len(self.journal)} answers {reason}; expected a server of the target")
+        left_out, journal = self.answered.left_out, self.answered.journal
+        count = sum(left_out.values())
+        if count > LEFT_OUT_FIRST and count > len(journal) / 2:
+            reason, _ = left_out.most_common(1)[0]
+            raise DraftsmithError(f"{count} of {len(journal)} answers {reason}; expected a server of the target")
 
     def write(self, file: Path) -> None:
-        """Write the rows of all conversations in the order of the questions, and report what is left out."""
-        self.left_out.clear()
-        temporary, count = file.with_suffix(".tmp"), 0
-        with writing(file, KEPT), ArrowWriter(features=FEATURES, path=str(temporary)) as writer:
-            for place in self.places():
-                for row in self._rows(*place):
-                    writer.write(row)
-                    count += 1
-            writer.finalize()
-        for reason, number in self.left_out.items():
+        """Write the rows of all conversations, and report what is left out."""
+        temporary = file.with_suffix(".tmp")
+        count = self.answered.write(temporary, _usage, USED)
+        left_out = self.answered.left_out
+        for reason, number in left_out.items():
             self.say(f"server: {number:,} conversations {reason}: left out from there on")
         if self.failures:
             self.say(f"server: {len(self.failures):,} conversations failed ({self.failures[-1]}): left out")
         if not count:
-            raise ConfigError(
-                f"server: {'; '.join(self.left_out) or 'no answers'}; expected at least one that is usable"
-            )
+            raise ConfigError(f"server: {'; '.join(left_out) or 'no answers'}; expected at least one that is usable")
         temporary.replace(file)
 
-    def _rows(self, response: int, question: int) -> Iterator[dict[str, Any]]:
-        asked, _ = self.replay(response, question)
-        turn = 0
-        for row in asked.rows():
-            turns = range(turn, turn + len(row["spans"]))
-            answers = [self.journal.get((response, self.numbers[question], turn)) for turn in turns]
-            turn = turns.stop
-            yield {**row, "usage": json.dumps([answer.usage for answer in answers if answer is not None])}
+
+def _usage(answers: list[Answer]) -> dict[str, Any]:
+    return {"usage": json.dumps([answer.usage for answer in answers])}
 
 
 async def together(jobs: list[Any]) -> None:

@@ -10,7 +10,7 @@ from weakref import WeakSet
 import pytest
 from accelerate import Accelerator
 from conftest import LETTERS, make_llama
-from datasets import load_from_disk
+from datasets import Dataset
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.cli import main
@@ -154,8 +154,8 @@ def test_packed_rows_have_the_losses_of_plain_ones(teacher: str, recipe_file: Pa
     """
     kind = ["train.steps=3"]
     plain = run(recipe_file, *kind, "train.batch_size=36", f"output={tmp_path}/plain")
-    (rows,) = (tmp_path / "cache" / "samples").glob("*/*/rows")
-    count = len(pack(load_from_disk(rows), 64))
+    (rows,) = (tmp_path / "cache" / "samples").glob("*/*/rows-1.arrow")
+    count = len(pack(Dataset.from_file(str(rows)), 64))
     assert count < 20
     kind += [f"teacher.kind={teacher}", "teacher.dtype=float32", "data.pack=true", "data.prompt_tokens=52"]
     packed = run(recipe_file, *kind, f"train.batch_size={count}")

@@ -16,10 +16,10 @@ from forked import Processes, Server
 from draftsmith.train.run_folder import read_metrics
 
 KILLED = -signal.SIGKILL
-ANSWER = "draftsmith.distill.regeneration:Sampler.answer"
+ANSWER = "draftsmith.distill.regeneration:Sampler.complete"
 BUILD = "draftsmith.distill.hidden_state_cache:SignalCache._write"
 SHORT = ("train.steps=2", "train.evaluate_every=2", "evaluation.count=2", "data.batch_size=4")
-PARTS = 10
+BATCHES = 10
 """38 prompts are answered, four together."""
 
 
@@ -77,7 +77,7 @@ def test_two_recipes_on_one_target_share_a_cold_cache(started: Started) -> None:
         for name, rate in (("one", 1e-3), ("other", 2e-3))
     ]
     assert started.wait(*runs) == [0, 0], started.said("one") + started.said("other")
-    assert len(started.calls("answers")) == PARTS
+    assert len(started.calls("answers")) == BATCHES
     built = [re.search(r"(\d+) of (\d+) shards were built now", started.said(name)) for name in ("one", "other")]
     assert sorted(int(found[1]) for found in built) == [0, int(built[0][2])]
 
@@ -94,7 +94,7 @@ def test_a_waiting_run_continues_with_the_parts_of_a_killed_run(processes: int, 
     assert len(started.calls("answers")) == 4, "who waits samples nothing"
     os.kill(first, signal.SIGKILL)
     assert started.wait([first], other) == [KILLED, *[0] * processes], started.said("other")
-    assert len(started.calls("answers")) == 4 + PARTS - 3, "three parts were whole"
+    assert len(started.calls("answers")) == 4 + BATCHES - 3, "three batches were stored"
     assert started.calls("answers").count(str(first)) == 4
 
 

@@ -1,6 +1,7 @@
 """Responses that are sampled from the target, their cache, and runs that continue."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,19 @@ from transformers import (
 )
 
 from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.distill.answered import sampling_key
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.dataset import (
     FEATURES,
 )
 from draftsmith.distill.load_target import LoadedTarget
-from draftsmith.distill.regeneration import Sampler, Share, samples_key, sampling_counts, target_samples
+from draftsmith.distill.regeneration import Sampler, Share, sampling_counts, target_samples
+from draftsmith.distill.server.answers import KEPT, AnswerJournal
 from draftsmith.distill.turns import question_numbers
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads import DraftModel
+from draftsmith.storage import cache_dir, writing
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [3]]
 TEMPLATE = (
@@ -81,16 +85,16 @@ def test_several_responses_are_drawn_each_by_itself(
     """The first responses are those of responses=1; with more responses only new ones are drawn, also after a kill."""
     folder = tmp_path / "answers"
     alone = target_samples(sampler(loaded, 12, 1.0, 3, 0), questions(), folder=tmp_path / "alone", progress=False)
-    original, answered = Sampler.answer, []
+    original, answered = Sampler.complete, []
 
-    def killed(self: Sampler, rows: list, indices: list[int], response: int) -> list:
-        if len(answered) == 5:  # each response to four questions is two parts
+    def killed(self: Sampler, texts: list, response: int, add: Any) -> None:
+        if len(answered) == 5:  # each response to four questions is two batches
             answered.append("killed")
             raise KeyboardInterrupt
-        answered.append((tuple(indices), response))
-        return original(self, rows, indices, response)
+        answered.append((len(texts), response))
+        original(self, texts, response, add)
 
-    monkeypatch.setattr(Sampler, "answer", killed)
+    monkeypatch.setattr(Sampler, "complete", killed)
     two = target_samples(sampler(loaded, 12, 1.0, 3, 0, responses=2), questions(), folder=folder, progress=False)
     with pytest.raises(KeyboardInterrupt):
         target_samples(sampler(loaded, 12, 1.0, 3, 0, responses=4), questions(), folder=folder, progress=False)
@@ -101,16 +105,14 @@ def test_several_responses_are_drawn_each_by_itself(
     assert four.to_list()[:8] == two.to_list()
     assert four["question"] == [0, 1, 2, 3] * 4
     assert len({tuple(ids) for ids in four["input_ids"]}) == 16
-    names = sorted(place.name for place in tmp_path.iterdir() if place.name.startswith("answers"))
-    assert names == ["answers", "answers-1", "answers-2", "answers-3"], "no parts are left"
-    key = samples_key(sampler(loaded, 12, 1.0, 3, 0), questions())
-    assert key == samples_key(sampler(loaded, 12, 1.0, 3, 0, responses=2), questions())
+    key = sampling_key(sampler(loaded, 12, 1.0, 3, 0), questions())
+    assert key == sampling_key(sampler(loaded, 12, 1.0, 3, 0, responses=2), questions())
 
 
 def test_samples_are_cached_by_target_and_settings(loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     first = target_samples(sampler(loaded, 12, 1.0, 9, 0), questions(), progress=False)
     with monkeypatch.context() as patch:
-        patch.setattr(Sampler, "answer", lambda *_: pytest.fail("the responses are on disk"))
+        patch.setattr(Sampler, "complete", lambda *_: pytest.fail("the responses are on disk"))
         for size in (9, 2):  # the prompts that are decoded together do not count
             again = target_samples(sampler(loaded, 12, 1.0, size, 0), questions(), progress=False)
             assert first.to_list() == again.to_list()
@@ -138,13 +140,13 @@ def test_another_data_set_asks_only_what_is_new(
 ) -> None:
     """Answers belong to their question: more questions, fewer, in another order, and the same one twice."""
     asked: list[list[int]] = []
-    original = Sampler.answer
+    original = Sampler.complete
 
-    def noted(self: Sampler, rows: list[dict[str, Any]], *of: Any) -> list:
-        asked.extend(row["input_ids"] for row in rows)
-        return original(self, rows, *of)
+    def noted(self: Sampler, texts: list, *of: Any) -> None:
+        asked.extend(text.prompt for text, _ in texts)
+        original(self, texts, *of)
 
-    monkeypatch.setattr(Sampler, "answer", noted)
+    monkeypatch.setattr(Sampler, "complete", noted)
 
     def sampled(prompts: list[list[int]], said: list[str], folder: Path | None = None, seed: int = 0) -> Dataset:
         asked.clear()
@@ -171,16 +173,16 @@ def test_another_data_set_asks_only_what_is_new(
 def test_answers_of_a_killed_run_are_kept_for_another_data_set(
     loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, count = Sampler.answer, [0]
+    original, count = Sampler.complete, [0]
 
-    def killed(self: Sampler, *of: Any) -> list:
+    def killed(self: Sampler, *of: Any) -> None:
         count[0] += 1
         if count[0] == 3:
             raise KeyboardInterrupt
-        return original(self, *of)
+        original(self, *of)
 
     said: list[str] = []
-    monkeypatch.setattr(Sampler, "answer", killed)
+    monkeypatch.setattr(Sampler, "complete", killed)
     for prompts, size in ((PROMPTS, 1), ([*PROMPTS, [7, 7]], 2)):
         if size == 1:
             with pytest.raises(KeyboardInterrupt):
@@ -191,36 +193,35 @@ def test_answers_of_a_killed_run_are_kept_for_another_data_set(
 
 
 def test_the_key_of_samples_knows_the_config_and_the_end_of_answers(loaded: LoadedTarget) -> None:
-    first = samples_key(sampler(loaded, 12, 1.0, 1, 0), questions())
+    first = sampling_key(sampler(loaded, 12, 1.0, 1, 0), questions())
     scaled = LoadedTarget(make_llama(rope_parameters=YARN), loaded.tokenizer, "tiny", None)
-    assert samples_key(sampler(scaled, 12, 1.0, 1, 0), questions()) != first
+    assert sampling_key(sampler(scaled, 12, 1.0, 1, 0), questions()) != first
     loaded.model.generation_config.eos_token_id = [1]
-    assert samples_key(sampler(loaded, 12, 1.0, 1, 0), questions()) == first
+    assert sampling_key(sampler(loaded, 12, 1.0, 1, 0), questions()) == first
     loaded.model.generation_config.eos_token_id = [1, 2]
-    assert samples_key(sampler(loaded, 12, 1.0, 1, 0), questions()) != first
+    assert sampling_key(sampler(loaded, 12, 1.0, 1, 0), questions()) != first
 
 
-def test_sampling_continues_after_the_last_part(
+def test_sampling_continues_after_the_last_batch(
     loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a kill in the third of four parts two are kept, and the final text is that of an uninterrupted run."""
+    """After a kill in the third of four batches two are kept, and the final text is that of an uninterrupted run."""
     whole = target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=tmp_path / "whole", progress=False)
-    original, answered = Sampler.answer, []
+    original, answered = Sampler.complete, []
 
-    def killed(self: Sampler, rows: list, indices: list[int], response: int) -> list:
-        answered.append(indices)
+    def killed(self: Sampler, texts: list, *of: Any) -> None:
+        answered.append([text.index for text, _ in texts])
         if len(answered) == 3:
             raise KeyboardInterrupt
-        return original(self, rows, indices, response)
+        original(self, texts, *of)
 
-    monkeypatch.setattr(Sampler, "answer", killed)
+    monkeypatch.setattr(Sampler, "complete", killed)
     with pytest.raises(KeyboardInterrupt):
         target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=tmp_path / "torn", progress=False)
     resumed = target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=tmp_path / "torn", progress=False)
-    assert answered[2] == answered[3], "the part in hand alone is lost"
+    assert answered[2] == answered[3], "the batch in hand alone is lost"
     assert len(answered) == 5
     assert resumed.to_list() == whole.to_list()
-    assert not (tmp_path / "torn.parts").exists()
     for key in ("tokens", "rounds", "tau"):
         assert sampling_counts(tmp_path / "torn")[key] == sampling_counts(tmp_path / "whole")[key]
 
@@ -230,46 +231,90 @@ def test_the_key_of_samples_knows_the_template_of_later_turns(loaded: LoadedTarg
     turns = json.dumps({"turns": [[{"role": "user", "content": "a"}]] * 2, "tools": None})
     asked = questions().remove_columns("turns").add_column("turns", [turns] * len(PROMPTS))
     loaded.tokenizer.chat_template = TEMPLATE
-    first = samples_key(sampler(loaded, 12, 1.0, 1, 0), asked)
-    assert first == samples_key(sampler(loaded, 12, 1.0, 1, 0), asked)
-    plain = samples_key(sampler(loaded, 12, 1.0, 1, 0), questions())
+    first = sampling_key(sampler(loaded, 12, 1.0, 1, 0), asked)
+    assert first == sampling_key(sampler(loaded, 12, 1.0, 1, 0), asked)
+    plain = sampling_key(sampler(loaded, 12, 1.0, 1, 0), questions())
     loaded.tokenizer.chat_template = TEMPLATE + " "
-    assert samples_key(sampler(loaded, 12, 1.0, 1, 0), asked) != first
-    assert samples_key(sampler(loaded, 12, 1.0, 1, 0), questions()) == plain, "plain text goes through no template"
+    assert sampling_key(sampler(loaded, 12, 1.0, 1, 0), asked) != first
+    assert sampling_key(sampler(loaded, 12, 1.0, 1, 0), questions()) == plain, "plain text goes through no template"
 
 
-def test_a_full_disk_keeps_the_parts_before(
+def test_a_full_disk_keeps_the_answers_before(
     loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, written = Dataset.to_parquet, []
+    original, written = AnswerJournal.add, []
 
-    def full(self: Dataset, path: Path) -> None:
-        written.append(path)
+    def full(self: AnswerJournal, *of: Any) -> None:
+        written.append(of)
         if len(written) == 3:
-            path.write_bytes(b"torn")
-            raise OSError(28, "No space left on device")
-        original(self, path)
+            with writing(self.path, KEPT):
+                raise OSError(28, "No space left on device")
+        original(self, *of)
 
-    monkeypatch.setattr(Dataset, "to_parquet", full)
+    monkeypatch.setattr(AnswerJournal, "add", full)
     folder = tmp_path / "full"
     with pytest.raises(
-        DraftsmithError, match=r"part-00002.* cannot be written .*No space left.* finished parts are kept"
+        DraftsmithError, match=r"answers-0.* cannot be written .*No space left.* answers so far are kept"
     ):
         target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=folder, progress=False)
-    assert sorted(file.name for file in (tmp_path / "full.parts").glob("*.[!j]*")) == [
-        "part-00000.parquet",
-        "part-00001.parquet",
-    ]
     assert len(target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=folder, progress=False)) == 4
     assert len(written) == 5
 
 
-def test_processes_share_the_parts(loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two processes in turn: the second samples only its own parts, and the first joins all parts."""
+TURNS = json.dumps({"turns": [[{"role": "user", "content": "ab"}], [{"role": "user", "content": "cd"}]], "tools": None})
+
+
+def test_a_conversation_continues_with_the_turn_that_was_not_answered(
+    loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded.tokenizer.chat_template = TEMPLATE
+    row = {"input_ids": Chat(loaded.tokenizer).plain("UabA"), "spans": [], "opening": "", "turns": TURNS, "images": ""}
+    asked = Dataset.from_list([row], features=FEATURES)
+    original, turns = Sampler._decode, []
+
+    def killed(self: Sampler, texts: list, response: int) -> list:
+        turns.extend(turn for _, turn in texts)
+        if len(turns) == 4:
+            raise KeyboardInterrupt
+        return original(self, texts, response)
+
+    monkeypatch.setattr(Sampler, "_decode", killed)
+    whole = target_samples(sampler(loaded, 5, 1.0, 1, 0), asked, folder=tmp_path / "whole", progress=False)
+    with pytest.raises(KeyboardInterrupt):
+        target_samples(sampler(loaded, 5, 1.0, 1, 0), asked, folder=tmp_path / "torn", progress=False)
+    torn = target_samples(sampler(loaded, 5, 1.0, 1, 0), asked, folder=tmp_path / "torn", progress=False)
+    assert turns == [0, 1, 0, 1, 1]
+    assert torn.to_list() == whole.to_list()
+
+
+def test_answers_that_earlier_versions_stored_are_read(loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They kept a data set for each response, and parts while they sampled."""
+    one = sampler(loaded, 12, 1.0, 1, 0, responses=2)
+    rows = target_samples(one, questions(), progress=False)
+    numbers = question_numbers(questions())
+    cache = cache_dir() / "samples" / one.target_key(questions())
+    shutil.rmtree(cache)
+    stored = rows.add_column("number", numbers * 2)
+    stored.select(range(4)).save_to_disk(cache / "earlier" / "rows")
+    (cache / "earlier-1.parts").mkdir()
+    stored.select(range(4, 7)).to_parquet(cache / "earlier-1.parts" / "part-00000.parquet")
+    said: list[str] = []
+    again = target_samples(one, questions(), progress=False, say=said.append)
+    assert said == ["responses: 1 of 8 are new"]
+    assert again.to_list() == rows.to_list()
+
+
+def test_processes_share_the_batches(loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes in turn: the second samples only its own batches, and the first joins all answers."""
     alone = target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=tmp_path / "alone", progress=False)
     done: list[list[int]] = []
-    original = Sampler.answer
-    monkeypatch.setattr(Sampler, "answer", lambda self, *of: (done.append(of[1]), original(self, *of))[1])
+    original = Sampler.complete
+
+    def noted(self: Sampler, texts: list, *of: Any) -> None:
+        done.append([text.index for text, _ in texts])
+        original(self, texts, *of)
+
+    monkeypatch.setattr(Sampler, "complete", noted)
     folder = tmp_path / "shared"
 
     class _Later(Exception):
@@ -284,7 +329,7 @@ def test_processes_share_the_parts(loaded: LoadedTarget, tmp_path: Path, monkeyp
 
     with pytest.raises(_Later):
         target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=folder, share=Share(1, 2, waits))
-    assert waited == [0, 2], "before all see the same, and after the parts"
+    assert waited == [0, 2], "before all see the same, and after the batches"
     both = target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=folder, share=Share(0, 2))
     assert both.to_list() == alone.to_list()
     assert sorted(done) == [[0], [1], [2], [3]]

@@ -6,7 +6,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from datasets import load_from_disk
+from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -126,7 +126,7 @@ def test_a_larger_count_keeps_the_prompts(target: LoadedTarget) -> None:
 def test_every_text_is_counted_as_usable_or_with_the_reason_why_not(target: LoadedTarget) -> None:
     said: list[str] = []
     write_self_prompts(target, chat_of(target), section(24, 6), 0, progress=False, say=said.append)
-    texts = [load_from_disk(rows)["input_ids"] for rows in cache_dir().glob("samples/*/*/rows")]
+    texts = [Dataset.from_file(str(rows))["input_ids"] for rows in cache_dir().glob("samples/*/*/rows-1.arrow")]
     assert max(map(len, chain.from_iterable(texts))) == 24, "header and text together"
     (line,) = said
     sampled, *numbers = (
