@@ -285,9 +285,9 @@ class KnownTarget(TransformersTarget):
         super().__init__(model)
         self._known = known
 
-    def prefill(self, texts: Sequence[DecodeSequence], layers: tuple[int, ...] = ()) -> Tensor:
-        self._texts = list(texts)
-        logits_BV = torch.zeros_like(super().prefill(texts, layers))
+    def prefill(self, sequences: Sequence[DecodeSequence], layers: tuple[int, ...] = ()) -> Tensor:
+        self._texts = list(sequences)
+        logits_BV = torch.zeros_like(super().prefill(sequences, layers))
         for row, logits_V in enumerate(logits_BV):
             self._force(logits_V, row, 0)
         return logits_BV

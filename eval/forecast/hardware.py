@@ -232,12 +232,12 @@ class ReadOnce(TransformersTarget):
         super().__init__(model, plan=Plan(widths=widths))
         self._read, self._is_padded = read, bool(widths)
 
-    def prefill(self, texts: Sequence[DecodeSequence], layers: tuple[int, ...] = ()) -> Tensor:
+    def prefill(self, sequences: Sequence[DecodeSequence], layers: tuple[int, ...] = ()) -> Tensor:
         key = (layers, self._is_padded)
         if key not in self._read or not self._read[key][0].rewind(self._read[key][1]):
             if key in self._read:
                 self._read[key][0].close()
-            logits_BV, runner = super().prefill(texts, layers), self._runner
+            logits_BV, runner = super().prefill(sequences, layers), self._runner
             self._read[key] = (runner, runner.lengths, logits_BV, runner.states, runner.features_BQF)
         self._runner, _, logits_BV, self._runner.states, self._runner.features_BQF = self._read[key]
         return logits_BV.clone()
