@@ -448,8 +448,8 @@ def test_bad_files_stop_a_run_before_the_target_is_loaded(
         "draftsmith.distill.load_target.load_target", lambda *_, **__: pytest.fail("loaded the target first")
     )
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "ab"}\n{"prompt": 3}\n')
-    with pytest.raises(ConfigError, match=r"prompts\.jsonl:2"):
+    prompts.write_text('{"prompt": "ab"}\n{"prompt": 3}\n{"prompt": 3}\n')
+    with pytest.raises(ConfigError, match=r"2 of 3 rows cannot be used, such as .*prompts\.jsonl:3"):
         loop.train(load_recipe(str(recipe_file)))
     with pytest.raises(ConfigError, match="there is none"):
         loop.train(load_recipe(str(recipe_file), [f"data.prompts={tmp_path / 'absent.jsonl'}"]))
