@@ -25,7 +25,7 @@ VERDICTS = (0, 1, 3)
 """Exit codes of commands that did what they were asked; 1 and 3 are what `draftsmith check` found."""
 REMARK = re.compile(
     r"(note|warning|memory|data|optimizer|teacher cache|draft vocabulary|  .*): "
-    r"|.*: resuming |checkpoint .* cannot be read|.*━{4}|.*left out$|.*: not trained$|.*: loading torch$"
+    r"|.*: resuming |checkpoint .* cannot be read|.*━{4}|.*left out$|.*: not trained( to end)?$|.*: loading torch$"
     r"|.*: keys of rows that are not used: "
 )
 """Lines that commands may print before the one line of an error."""

@@ -46,7 +46,7 @@ SECOND = {
 """Recipes whose kind of target another recipe has, and whose drafter a third."""
 SHORT = {"gpt2/distilgpt2", "t5-base/t5-small", "smollm2-135m/draft_model", "smollm2-135m/mtp", "gemma3-270m/eagle3"}
 """Recipes of targets that answer no questions or fit a CPU."""
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking is defined %}{% endif %}"
 
 
 def small_shapes(shapes: dict[str, Any]) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def test_estimates_read_no_prompts(
     assert len(names) >= 5
     folder, given = small_model(SHAPES["openai-community/gpt2"], tmp_path / "target", tiny_tokenizer), tmp_path / "out"
     recipe = "llama3.1-8b/eagle3_32k"
-    changed = ["data.prompt_tokens=64", "data.response_tokens=16", "drafter={type: medusa}", "target.tensor_parallel=1"]
+    changed = ["data.prompt_tokens=64", "data.response_tokens=16", "drafter={type: medusa}"]
     changed += [
         "train.sequence_parallel=1",
         "train.steps=100",

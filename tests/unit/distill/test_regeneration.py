@@ -23,11 +23,11 @@ from draftsmith.distill.dataset import (
 )
 from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.distill.regeneration import Sampler, Share, sampling_counts, target_samples
-from draftsmith.distill.server.answers import KEPT, AnswerJournal
+from draftsmith.distill.server.answers import KEPT
 from draftsmith.distill.turns import question_numbers
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads import DraftModel
-from draftsmith.storage import cache_dir, writing
+from draftsmith.storage import JsonLines, cache_dir, writing
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [3]]
 TEMPLATE = (
@@ -242,16 +242,16 @@ def test_the_key_of_samples_knows_the_template_of_later_turns(loaded: LoadedTarg
 def test_a_full_disk_keeps_the_answers_before(
     loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, written = AnswerJournal.add, []
+    original, written = JsonLines.append, list[Any]()
 
-    def full(self: AnswerJournal, *of: Any) -> None:
-        written.append(of)
+    def full(self: JsonLines, value: dict[str, Any]) -> int:
+        written.extend([value] * ("answer" in value))
         if len(written) == 3:
             with writing(self.path, KEPT):
                 raise OSError(28, "No space left on device")
-        original(self, *of)
+        return original(self, value)
 
-    monkeypatch.setattr(AnswerJournal, "add", full)
+    monkeypatch.setattr(JsonLines, "append", full)
     folder = tmp_path / "full"
     with pytest.raises(
         DraftsmithError, match=r"answers-0.* cannot be written .*No space left.* answers so far are kept"

@@ -107,9 +107,9 @@ def test_after_a_token_that_is_no_candidate_a_lattice_has_the_scores_of_the_logi
     others_nK = torch.tensor(
         [[next(v for v in range(V) if v not in row) for row in text] for text in rows_nKk.tolist()]
     )
-    carried = lattice.begin(block)
+    carried = lattice.initial_state(block)
     for k in range(3):
-        of_k_nX, carried = lattice.read(carried, others_nK[:, k - 1], states_nKH[:, k])
+        of_k_nX, carried = lattice.step(carried, others_nK[:, k - 1], states_nKH[:, k])
         assert torch.equal(of_k_nX[:, TOP:].long(), rows_nKk[:, k])
         if k > 0:
             torch.testing.assert_close(of_k_nX[:, :TOP], log_probs_nKk[:, k])

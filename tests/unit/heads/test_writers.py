@@ -5,13 +5,11 @@ import pytest
 from draftsmith.heads.formats.writers import unserved
 from draftsmith.train.recipe import load_recipe
 
-ALONE = {"hydra", "mlp_speculator", "medusa2", "mtp"}
+ALONE = {"medusa2", "mtp"}
 """Recipes' folders whose drafters transformers runs alone."""
 
 
-@pytest.mark.parametrize(
-    "kind", ["draft_model", "medusa", "hydra", "mlp_speculator", "eagle3", "hass", "mtp", "dflash"]
-)
+@pytest.mark.parametrize("kind", ["draft_model", "medusa", "eagle3", "hass", "mtp", "dflash"])
 def test_a_drafter_that_no_engine_serves_is_named_before_it_is_trained(kind: str) -> None:
     note = unserved(load_recipe(f"{kind}/any_prompts").drafter)
     assert (note is not None) == (kind in ALONE)
