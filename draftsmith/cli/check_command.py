@@ -66,11 +66,19 @@ def check(
     with nullcontext() if out is None else hold_folder("out", out, discard=WRITTEN if overwrite else ()):
         if out is not None:
             _require_folder(settings, out)
-        with interruptible(lambda: AGAIN if out is None or settings.server is None else CONTINUES):
+        with interruptible(lambda: _stopped(settings, out)):
             checked = _run(checking, out, as_json)
     if checked.verdict == "lossless" and not as_json and settings.server is None:
         suggest("draftsmith", *measuring("eval", settings))
     raise typer.Exit(EXIT_CODES[checked.verdict])
+
+
+def _stopped(settings: CheckSettings, out: Path | None) -> str:
+    """Return what an interrupted check leaves: of drafters in this process, the arms that are finished."""
+    if out is None or settings.server is not None:
+        return AGAIN if out is None else CONTINUES
+    file = out / "check.json"
+    return f"what is finished is in {file}, and the same command begins again" if file.exists() else AGAIN
 
 
 def _require_folder(settings: CheckSettings, out: Path) -> None:
