@@ -21,6 +21,7 @@ from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.encoded_text import EVERYTHING, EncodedText
 from draftsmith.distill.messages import FLAGS
+from draftsmith.distill.samples import after_images, marked_spans, samples_of
 from draftsmith.distill.sources import read_source, source_stamp
 from draftsmith.errors import ConfigError, one_line
 from draftsmith.heads.hidden_states import inputs_fingerprint
@@ -224,21 +225,21 @@ def _samples(chat: Chat, dialogue: Conversation, data: DataSection) -> tuple[lis
     """Return the samples of a conversation, and the column `images`, which all of them share."""
     if not dialogue.images or data.images is None:  # without the folder, images are refused
         if data.answered:
-            return chat.encode(dialogue, data.prompt_tokens), ""
+            return samples_of(chat, dialogue, data.prompt_tokens), ""
         if data.every_turn and dialogue.messages:
             chat.require_turns(dialogue)
         return [EncodedText(chat.prompt(dialogue), [])], ""
     ids, inputs = chat.prompt_inputs(dialogue.asked, dialogue)
     row = {"place": dialogue.place, "messages": dialogue.asked, "tools": dialogue.tools}
     images = json.dumps({**row, "content": inputs_fingerprint(inputs)}, default=str) if inputs else ""
-    return chat.after_images(dialogue, ids) if data.answered else [EncodedText(ids, [])], images
+    return after_images(chat, dialogue, ids) if data.answered else [EncodedText(ids, [])], images
 
 
 def _marked(chat: Chat, dialogue: Conversation, sample: EncodedText, data: DataSection) -> list[list[int]]:
     """Return the spans of messages that the data marks as not trained, in a sample and in what is answered to it."""
     shown = len(dialogue.messages if data.answered else dialogue.asked)
     later = data.every_turn and any(place >= shown for place in dialogue.marked)
-    return [EVERYTHING] if later else chat.marked_spans(dialogue, sample.input_ids, shown)
+    return [EVERYTHING] if later else marked_spans(chat, dialogue, sample.input_ids, shown)
 
 
 def _too_long(sample: EncodedText, data: DataSection, context: int | None) -> str | None:

@@ -18,6 +18,7 @@ from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.conversation import LeftOut
 from draftsmith.distill.detokenize import REPLACED, text_after
 from draftsmith.distill.messages import ASSISTANT, Message, with_arguments
+from draftsmith.distill.samples import answer_sample
 from draftsmith.distill.server.client import BadAnswer
 from draftsmith.distill.turns import Asked
 from draftsmith.errors import ConfigError
@@ -223,7 +224,7 @@ class AnswerReader:
             raise NoTokens("have thinking, are cut, and come without their tokens")
         whole = asked.as_conversation()
         try:
-            sample = self.chat.sample(replace(whole, messages=[*asked.messages, message]), len(asked.messages))
+            sample = answer_sample(self.chat, replace(whole, messages=[*asked.messages, message]), len(asked.messages))
         except LeftOut as error:
             raise NoTokens(f"{error.reason} (thinking='drop' leaves it out)") from error
         return sample.input_ids, sample.spans[0][0]

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.conversation import Conversation, conversation
 from draftsmith.distill.detokenize import WINDOW, IncrementalText, text_after
+from draftsmith.distill.samples import samples_of
 from draftsmith.distill.turns import Asked
 from draftsmith.eval.evaluation import token_texts
 from draftsmith.eval.prompts import Prompt
@@ -107,5 +108,5 @@ def test_the_next_turn_reads_what_was_generated(piece_tokenizer: PreTrainedToken
 
 def test_answers_with_their_first_space_are_read_as_written(piece_tokenizer: PreTrainedTokenizerFast) -> None:
     for response in (" b c", "b c"):
-        (found,) = Chat(piece_tokenizer).encode(conversation("f:1", {"prompt": "x", "response": response}), 9)
+        (found,) = samples_of(Chat(piece_tokenizer), conversation("f:1", {"prompt": "x", "response": response}), 9)
         assert piece_tokenizer.decode(found.input_ids, skip_special_tokens=True) == "x b c"

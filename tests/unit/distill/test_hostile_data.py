@@ -13,6 +13,7 @@ from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.conversation import conversation
 from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.dataset import read_examples
+from draftsmith.distill.samples import samples_of
 from draftsmith.distill.sources import read_source
 from draftsmith.errors import ConfigError
 
@@ -89,6 +90,8 @@ def test_templates_that_are_refused(template: str, why: str, tiny_tokenizer: Pre
     tiny_tokenizer.chat_template = template
     asked = conversation("f:1", ROW)
     with pytest.raises(ConfigError) as refused:
-        Chat(tiny_tokenizer).prompt(asked) if "generation" not in template else Chat(tiny_tokenizer).encode(asked, 9)
+        Chat(tiny_tokenizer).prompt(asked) if "generation" not in template else samples_of(
+            Chat(tiny_tokenizer), asked, 9
+        )
     assert str(refused.value).startswith("f:1: ")
     assert why in str(refused.value)

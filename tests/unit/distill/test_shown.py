@@ -13,6 +13,7 @@ from draftsmith.distill.chat_template import Chat, TemplateRefusal
 from draftsmith.distill.conversation import LeftOut, conversation
 from draftsmith.distill.data_section import DataSection
 from draftsmith.distill.dataset import read_examples
+from draftsmith.distill.samples import samples_of
 from draftsmith.distill.shown import not_shown, template_variables
 from draftsmith.errors import ConfigError
 
@@ -44,7 +45,7 @@ def spans(template: str, row: dict[str, Any], **options: Any) -> list[tuple[str,
     """Return the prompt of each sample, and the text of each of its spans."""
     tokens = tokenizer(template)
     chat = Chat(tokens, options=options, ends=frozenset(map(tokens.convert_tokens_to_ids, ENDS)))
-    samples = chat.encode(conversation("f:1", row), 9)
+    samples = samples_of(chat, conversation("f:1", row), 9)
     assert not any(sample.unended for sample in samples)
     for sample in samples:
         assert sample.spans[-1][1] == len(sample.input_ids)
@@ -217,11 +218,11 @@ def test_the_prompt_keeps_its_tokens_where_the_answer_would_change_the_last_one(
     template = "{% for m in messages %}<{{ m.role }}>{{ '\\n' }}{{ m.content }}</s>{% endfor %}"
     tokens = tokenizer(template + "{% if add_generation_prompt %}<assistant>{{ '\\n' }}{% endif %}", "\n\n")
     chat, asked = Chat(tokens), conversation("f:1", {"messages": [USER, {**ANSWER, "content": "\n  two"}]})
-    (sample,) = chat.encode(asked, 9)
+    (sample,) = samples_of(chat, asked, 9)
     ((start, end),) = sample.spans
     assert sample.input_ids[:start] == chat.prompt(asked)
     assert tokens.decode(sample.input_ids[start:end]) == "\n  two</s>"
-    (later, last) = chat.encode(conversation("f:1", {"messages": [*asked.messages, MORE, LAST]}), 9)
+    (later, last) = samples_of(chat, conversation("f:1", {"messages": [*asked.messages, MORE, LAST]}), 9)
     assert later == sample
     assert last.input_ids[: last.spans[0][0]] == chat.generation_prompt([*asked.messages, MORE], asked)
 
@@ -234,14 +235,14 @@ def test_an_eos_that_the_tokenizer_appends_is_for_encoders_only() -> None:
     row = conversation("f:1", {"prompt": "ab", "response": "ab"})
     for encodes, prompt in ((False, bare), (True, [*bare, eos])):
         chat = Chat(tokens, encodes=encodes)
-        (sample,) = chat.encode(row, 9)
+        (sample,) = samples_of(chat, row, 9)
         assert chat.prompt(row) == prompt
         assert (sample.input_ids, sample.spans) == ([*prompt, *bare, eos], [[len(prompt), len(prompt) + 3]])
-    assert Chat(tokens).encode(conversation("f:1", {"prompt": "ab", "response": "ab</s>b"}), 9)[0].input_ids == [
+    assert samples_of(Chat(tokens), conversation("f:1", {"prompt": "ab", "response": "ab</s>b"}), 9)[0].input_ids == [
         *bare, *bare, eos
     ], "the first one ends the answer"  # fmt: skip
     with pytest.raises(LeftOut) as left_out:
-        Chat(tokens).encode(conversation("f:1", {"prompt": "ab", "response": " </s>"}), 9)
+        samples_of(Chat(tokens), conversation("f:1", {"prompt": "ab", "response": " </s>"}), 9)
     assert left_out.value.reason == "have an empty answer"
 
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from draftsmith.distill.chat_template import Chat, TemplateRefusal, template_text
 from draftsmith.distill.conversation import conversation
 from draftsmith.distill.encoded_text import EncodedText
+from draftsmith.distill.samples import samples_of
 from draftsmith.distill.sources import has_answers, read_source, source_stamp
 from draftsmith.errors import ConfigError
 
@@ -462,7 +463,7 @@ def test_rows_that_are_no_conversation_are_refused(row: dict[str, Any], said: st
 
 def encoded(tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], **options: Any) -> list[tuple[str, list[str]]]:
     """Return the text of each sample, and of each of its spans."""
-    samples = Chat(tokenizer, **options).encode(conversation("f:1", row), 9)
+    samples = samples_of(Chat(tokenizer, **options), conversation("f:1", row), 9)
     return [(shown(tokenizer, s.input_ids), [shown(tokenizer, s.input_ids[a:b]) for a, b in s.spans]) for s in samples]
 
 
@@ -497,8 +498,8 @@ def test_text_that_begins_or_ends_with_special_tokens_has_them_once() -> None:
     ab, cd = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("ab", "cd"))
     for text in ("ab", "<s>ab"):
         assert Chat(tokenizer).plain(text) == [bos, *ab]
-        assert Chat(tokenizer).encode(conversation("f:1", {"text": text + text}), 2)[0].input_ids[:3] == [bos, *ab]
-    (found,) = Chat(tokenizer).encode(conversation("f:1", twice), 9)
+        assert samples_of(Chat(tokenizer), conversation("f:1", {"text": text + text}), 2)[0].input_ids[:3] == [bos, *ab]
+    (found,) = samples_of(Chat(tokenizer), conversation("f:1", twice), 9)
     assert found == EncodedText([bos, bos, *ab, *cd, eos], [[4, 7]])
 
 
@@ -564,7 +565,7 @@ def test_a_span_ends_with_a_token_that_the_target_ends_with(
     turns = {"messages": [USER, ANSWER, USER, {**ANSWER, "content": "eEf"}]}
     assert encoded(tiny_tokenizer, turns, ends=ends) == [("UabExAcdExUabExAeE", ["cdE", "eE"])], "it writes no more"
     assert encoded(tiny_tokenizer, turns) == [("UabExAcdExUabExAeEfEx", ["cdEx", "eEfEx"])]
-    samples = Chat(tiny_tokenizer).encode(conversation("f:1", turns), 9)
+    samples = samples_of(Chat(tiny_tokenizer), conversation("f:1", turns), 9)
     assert [sample.unended for sample in samples] == [2]
     assert Chat(tiny_tokenizer, ends=ends).key() != Chat(tiny_tokenizer).key(), "examples are cached by it"
 
@@ -599,7 +600,7 @@ def test_what_the_generation_prompt_gives_is_not_trained(begin: str, answer: Any
     tokenizer.chat_template = HIDDEN
     message = {"role": "assistant", **({"content": answer} if isinstance(answer, str) else answer)}
     chat = Chat(tokenizer, options={"begin": begin})
-    samples = chat.encode(conversation("f:1", {"messages": [USER, message, USER, message]}), 9)
+    samples = samples_of(chat, conversation("f:1", {"messages": [USER, message, USER, message]}), 9)
     first = f"[user]ab</s>\n[assistant]{prompt}"
     later = f"[user]ab</s>\n[assistant]A cat.</s>\n{first}"
     texts = [tokenizer.decode(sample.input_ids) for sample in samples]
@@ -633,7 +634,7 @@ def test_answers_that_the_target_never_writes_after_its_prompt(begin: str, more:
     tokenizer.chat_template = HIDDEN
     row = {"messages": [USER, {"role": "assistant", "content": "A cat.", **more}]}
     with pytest.raises(TemplateRefusal) as refused:
-        Chat(tokenizer, options={"begin": begin}).encode(conversation("f:1", row), 9)
+        samples_of(Chat(tokenizer, options={"begin": begin}), conversation("f:1", row), 9)
     assert refused.value.reason.startswith(why)
 
 
@@ -669,7 +670,7 @@ def test_templates_read_arguments_as_objects_or_as_text(shown: str, tiny_tokeniz
     )
     for arguments in ({"x": 1}, '{"x": 1}'):
         call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
-        (found,) = Chat(tiny_tokenizer).encode(conversation("f:1", {"messages": [USER, call]}), 9)
+        (found,) = samples_of(Chat(tiny_tokenizer), conversation("f:1", {"messages": [USER, call]}), 9)
         assert found.input_ids == tiny_tokenizer('UabEAf{"x": 1}E')["input_ids"]
 
 
@@ -713,18 +714,20 @@ def test_the_shipped_template_of_vicuna(tiny_tokenizer: PreTrainedTokenizerFast)
 
 def test_tokens_as_they_were_sampled_are_taken_as_they_are(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     row = {"prompt": "ab", "response": "cd", "input_ids": [9, 8, 7], "spans": [[1, 3]]}
-    assert Chat(tiny_tokenizer).encode(conversation("f:1", row), 9) == [EncodedText([9, 8, 7], [[1, 3]])]
-    other = Chat(tiny_tokenizer).encode(conversation("f:1", {**row, "tokenizer": "another's"}), 9)
+    assert samples_of(Chat(tiny_tokenizer), conversation("f:1", row), 9) == [EncodedText([9, 8, 7], [[1, 3]])]
+    other = samples_of(Chat(tiny_tokenizer), conversation("f:1", {**row, "tokenizer": "another's"}), 9)
     assert shown(tiny_tokenizer, other[0].input_ids) == "abcd."
     for tokens, spans in (([9, 63, 8], [[1, 3]]), ([9, 8, 95], [[1, 2]]), ([9, 70, 95], [])):  # 64 to 95 are padding
-        padded = Chat(tiny_tokenizer, vocab_size=96).encode(
-            conversation("f:1", {**row, "input_ids": tokens, "spans": [[1, 3]]}), 9
+        padded = samples_of(
+            Chat(tiny_tokenizer, vocab_size=96), conversation("f:1", {**row, "input_ids": tokens, "spans": [[1, 3]]}), 9
         )
         masked = sum(token > 63 for token in tokens)
         assert padded == ([EncodedText(tokens, spans, masked)] if spans else [])
     for token, size in ((64, None), (96, 96), (-1, 96)):
         with pytest.raises(ConfigError, match=rf"f:1: input_ids=\[9, {token}, 8\]; expected token ids below"):
-            Chat(tiny_tokenizer, vocab_size=size).encode(conversation("f:1", {**row, "input_ids": [9, token, 8]}), 9)
+            samples_of(
+                Chat(tiny_tokenizer, vocab_size=size), conversation("f:1", {**row, "input_ids": [9, token, 8]}), 9
+            )
     for spans in ([], [[0, 2]], [[1, 4]], [[2, 2]], [1, 2], "x"):
         with pytest.raises(ConfigError, match=r"f:1: spans=.*; expected \[start, end\] inside its 'input_ids'"):
-            Chat(tiny_tokenizer).encode(conversation("f:1", {**row, "spans": spans}), 9)
+            samples_of(Chat(tiny_tokenizer), conversation("f:1", {**row, "spans": spans}), 9)
