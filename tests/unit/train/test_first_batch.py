@@ -78,21 +78,33 @@ def test_trained_weights_are_left_as_they_are(recipe_file: Path, tmp_path: Path)
     torch.testing.assert_close(first, second)
 
 
-def test_the_start_does_not_depend_on_the_random_numbers_before(recipe_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_start_does_not_depend_on_the_random_numbers_before(
+    trained: bool, recipe_file: Path, tmp_path: Path
+) -> None:
     """A run that reads its responses from the cache has drawn fewer; DFlash draws the anchors that it trains."""
     options = ["drafter.block_size=4", "drafter.anchors=2", "drafter.layers=[1,2]", "drafter.draft_vocab_size=20"]
     recipe = recipe_of(recipe_file, "dflash", tmp_path / "run", *options)
-    context = RunContext.of(recipe, make_accelerator(recipe, tmp_path / "run"))
-    (_, built, data, teacher), started = load_parts(context), list[dict[str, Tensor]]()
+    if trained:  # states of an untrained drafter are equal at all anchors
+        train(recipe)
+        start = [f"start_from={tmp_path / 'run' / 'drafter'}", "drafter.anchors=2"]
+        recipe = recipe_of(recipe_file, "dflash", tmp_path / "more", *start)
+    context = RunContext.of(recipe, make_accelerator(recipe, Path(recipe.output)))
+    (_, built, data, teacher), started = load_parts(context), list[tuple[dict[str, Tensor], list[InputScales]]]()
     for seed in range(2):
         torch.manual_seed(seed)
         drafter = deepcopy(built)
-        batch = partial(collate, data.rows, device=torch.device("cpu"))
-        start_drafter(recipe, drafter, teacher, data, lambda rows, batch=batch: batch(rows))
-        started.append(drafter.state_dict())
-    assert any(not torch.equal(weight, built.state_dict()[name]) for name, weight in started[0].items())
-    for name, weight in started[0].items():
-        assert torch.equal(weight, started[1][name]), name
+        sizes = start_drafter(recipe, drafter, teacher, data, partial(collate, data.rows, device=torch.device("cpu")))
+        started.append((drafter.state_dict(), list(sizes.values())))
+    (weights, sizes), (again, same) = started
+    changed = any(not torch.equal(weight, built.state_dict()[name]) for name, weight in weights.items())
+    assert changed is not trained
+    for name, weight in weights.items():
+        assert torch.equal(weight, again[name]), name
+    assert len(sizes) == 2
+    for one, other in zip(sizes, same, strict=True):
+        assert one.total == other.total
+        assert torch.equal(one.columns_F, other.columns_F)
 
 
 def test_rates_hold_for_inputs_of_ordinary_sizes() -> None:
