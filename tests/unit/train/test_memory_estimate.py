@@ -8,11 +8,13 @@ import pytest
 import torch
 from conftest import make_llama, mostly_slow
 from datasets import Dataset
+from gguf_files import tiny_llama, write_gguf
 from torch import nn
 from transformers import AutoConfig, T5Config, T5ForConditionalGeneration
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.distill.hidden_state_cache import CachedTeacher, SignalCache
+from draftsmith.distill.load_target import load_target
 from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.heads import HEADS
@@ -49,6 +51,7 @@ def real_peak(
     recipe: Recipe,
     make_target: Callable[[], nn.Module],
     make_teacher: Callable[[nn.Module, tuple[int, ...]], Teacher] = OnlineTeacher,
+    bf16: bool = False,
 ) -> int:
     """Bytes of a real second step on tensors with data, weights included; nothing of the estimate's is asked."""
     rows = recipe.train.batch_size // recipe.train.gradient_accumulation
@@ -57,7 +60,7 @@ def real_peak(
         more: dict[str, Any] = {"source_BS": source_BS, "source_mask_BS": torch.ones_like(source_BS)}
         mask_BT = torch.ones_like(ids_BT).bool()
     else:
-        ids_BT, more = torch.randint(5, 600, (rows, PROMPT + RESPONSE)), {}
+        ids_BT, more = torch.randint(5, 300, (rows, PROMPT + RESPONSE)), {}
         mask_BT = (torch.arange(PROMPT + RESPONSE) >= PROMPT - 1).expand_as(ids_BT)
     batch = Batch(ids_BT, torch.ones_like(ids_BT), mask_BT, rows=range(rows), **more)
     with LiveBytes() as live:
@@ -68,7 +71,7 @@ def real_peak(
         step, optimizers, _ = make_step(recipe, target, drafter.train(), teacher)
         for _ in range(2):
             live.peak = live.now
-            DryStep(drafter, step, optimizers, lambda: batch, "cpu", bf16=False).run()
+            DryStep(drafter, step, optimizers, lambda: batch, "cpu", bf16=bf16).run()
     return live.peak
 
 
@@ -92,6 +95,23 @@ def test_the_estimate_is_within_15_percent_of_what_tensors_take(
     assert estimate.target == sum(p.numel() * 4 for p in target.parameters()) + _buffers(target)
     # Kernels' own buffers are in neither; a run's resident memory is compared in benchmarks/training.py.
     assert estimate.training == pytest.approx(real_peak(recipe, wide_target), rel=0.15)
+
+
+def test_the_estimate_of_a_gguf_target_in_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its converted weights are read in bfloat16; nothing of the file's float32 stays."""
+    pytest.importorskip("gguf")
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    file = write_gguf(tmp_path / "target.gguf", tiny_llama(), "Q8_0")
+
+    def load() -> nn.Module:
+        return load_target(str(file), dtype="bfloat16", device="cpu").model
+
+    drafter = {"type": "eagle3", "train_steps": 3, "layers": [1, 2]}
+    recipe = recipe_of(drafter, target={"model": str(file), "dtype": "bfloat16"}, train={"mixed_precision": "bf16"})
+    target = load()
+    estimate = memory.estimate_memory(recipe, target.config, bf16=True)
+    assert estimate.target == sum(p.numel() * 2 for p in target.parameters()) + _buffers(target)
+    assert estimate.training == pytest.approx(real_peak(recipe, load, bf16=True), rel=0.15)
 
 
 def _buffers(model: nn.Module) -> int:
