@@ -26,13 +26,13 @@ from draftsmith.distill.dataset import (
     hold_back,
     hold_out,
     length_statistics,
-    pack,
     require_embeddings,
 )
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.encoded_text import EVERYTHING, without_unknown
 from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.distill.mixture import describe, merged, of_source, read_sources
+from draftsmith.distill.packing import pack
 from draftsmith.distill.sources import read_source
 from draftsmith.errors import ConfigError
 from draftsmith.heads.hidden_states import ProcessorInputs, extended, inputs_for

@@ -17,8 +17,9 @@ from draftsmith.cli import main
 from draftsmith.decode.cache.rollback import RollbackCache
 from draftsmith.distill.conversation import conversation
 from draftsmith.distill.data_section import DataSection
-from draftsmith.distill.dataset import pack
 from draftsmith.distill.load_target import load_ends, load_target
+from draftsmith.distill.packing import pack
+from draftsmith.distill.samples import samples_of
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.checkpoint import load_drafter
@@ -210,7 +211,7 @@ def test_preview_marks_what_a_run_trains(
     row = {"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]}
     file = tmp_path / "p.jsonl"
     file.write_text(json.dumps(row))
-    (sample,) = chat_of(DataSection(), load_target(str(folder))).encode(conversation("p:1", row), 9)
+    (sample,) = samples_of(chat_of(DataSection(), load_target(str(folder))), conversation("p:1", row), 9)
     main_code(["data", "preview", str(file), "--target", str(folder)])
     assert f"{sample.trained} trained" in capsys.readouterr().out
     assert sample.trained == len("AcdE")

@@ -22,11 +22,11 @@ from draftsmith.distill.dataset import (
     LengthStatistics,
     hold_out,
     length_statistics,
-    pack,
     read_examples,
     require_embeddings,
 )
 from draftsmith.distill.load_target import LoadedTarget, load_tokenizer
+from draftsmith.distill.packing import pack
 from draftsmith.errors import ConfigError
 
 
