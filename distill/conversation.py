@@ -107,8 +107,8 @@ class Conversation:
     @property
     def answers(self) -> list[int]:
         """Places of the assistant's messages after the list in `prompt`."""
-        places = range(self.prompt, len(self.messages))
-        return [place for place in places if self.messages[place]["role"] == ASSISTANT]
+        indices = range(self.prompt, len(self.messages))
+        return [index for index in indices if self.messages[index]["role"] == ASSISTANT]
 
     @property
     def trained(self) -> list[int]:

@@ -95,7 +95,7 @@ class RowCounts:
 def read_examples(
     chat: Chat, data: DataSection, context: int | None, report: Callable[[str], None], seed: int = 0
 ) -> Dataset:
-    """Return at most `count` examples (`FEATURES`); `report` is called with the numbers and reasons of those left out.
+    """Return at most `count` examples (`FEATURES`); `report` is called with the counts and reasons of those left out.
 
     The examples are cached by source, tokenizer, template and settings.
 

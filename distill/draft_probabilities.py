@@ -30,7 +30,7 @@ class Position:
 
 
 def align(unrolled: Sequence[DraftStates], signals: TeacherSignals) -> tuple[list[Position], Tensor]:
-    """Return the unmasked tokens of every draft position, and the places of the target's trained positions.
+    """Return the unmasked tokens of every draft position, and the indices of the target's trained positions.
 
     These are the indices [N] in the flattened batch, ascending, that at least one draft position is trained towards.
     """
@@ -48,7 +48,7 @@ def align(unrolled: Sequence[DraftStates], signals: TeacherSignals) -> tuple[lis
 
 
 def _trained(entry: DraftStates, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the indices of the trained states, and their places in the flattened batch, ascending."""
+    """Return the indices of the trained states, and their positions in the flattened batch, ascending."""
     (states_N,) = entry.trained(mask_BT).nonzero(as_tuple=True)
     places_N, order_N = entry.places_N[states_N].sort()
     return states_N[order_N], places_N
@@ -104,7 +104,7 @@ class _ForwardKl(torch.autograd.Function):
 def forward_kl_and_alpha(logits_ND: Tensor, p: TargetRows, temperature: float) -> tuple[Tensor, Tensor]:
     """Return `losses.forward_kl` and `losses.overlap` [N] of the drafter's logits; alpha has no gradient.
 
-    On a GPU, reading and writing rows of 128k numbers takes longer than the matrix product that gives them.
+    On a GPU, reading and writing rows of 128k values takes longer than the matrix product that gives them.
     Differentiated term by term, forward KL and alpha read or write [N, D] 29 times; p is constant, so 13 times do:
 
         KL = c - sum_v p_v log q_v,  c = sum_v p_v log p_v - M log M    d KL / d logits_v = (M q_v - p_v) / temperature
@@ -146,7 +146,7 @@ class TargetChunk:
         draft_head: LmHead | None = None,
         fused: bool = False,
     ) -> Self:
-        """Return the target at some places of the flattened batch.
+        """Return the target at some positions of the flattened batch.
 
         Args:
             temperature: of p.
@@ -204,8 +204,8 @@ def draft_rows(ids: Tensor, vocabulary_D: Tensor | None) -> Tensor:
     if vocabulary_D is None:
         return ids
     sorted_D, order_D = vocabulary_D.sort()
-    places = torch.searchsorted(sorted_D, ids).clamp_max(len(vocabulary_D) - 1)
-    return order_D[places].where(sorted_D[places] == ids, -1)
+    indices = torch.searchsorted(sorted_D, ids).clamp_max(len(vocabulary_D) - 1)
+    return order_D[indices].where(sorted_D[indices] == ids, -1)
 
 
 def at_least_float32(logits: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """A cache on disk of the target's hidden states for every training row: the target runs once instead of every epoch.
 
-States are kept, H numbers a token, and those of other layers that a drafter reads; the lm_head computes the full logits
+States are kept, H values a token, and those of other layers that a drafter reads; the lm_head computes the full logits
 from them again. Drafters that read the final states or none, such as MTP modules and draft models, share one cache.
 Rows are stored in shards, which are written atomically one by one: a kill loses one shard, and a damaged shard is
 rebuilt alone. Each row has a checksum, which is compared whenever the row is read: XXH3 hashes 18 GB/s where reading
@@ -43,7 +43,7 @@ FLOAT8_MAX = 448.0
 TOGETHER, ON_HOST = 16, 1024
 """Most rows in a pass of the target while the cache is built, and on a CPU most tokens: such a pass takes seconds."""
 
-# Shapes: B texts, T positions, N tokens of a shard, H hidden size, W numbers stored for a token.
+# Shapes: B texts, T positions, N tokens of a shard, H hidden size, W values stored for a token.
 
 
 class DamagedShard(DraftsmithError):
@@ -204,10 +204,10 @@ class SignalCache:
             shape = [self.lengths[row], *header[name]["shape"][1:]]
             a_token = math.prod(shape[1:]) * dtype.itemsize
             begin = start + header[name]["data_offsets"][0] + first * a_token
-            numbers = np.fromfile(file, np.uint8, shape[0] * a_token, offset=begin)
-            if len(numbers) < shape[0] * a_token:
+            raw = np.fromfile(file, np.uint8, shape[0] * a_token, offset=begin)
+            if len(raw) < shape[0] * a_token:
                 raise ValueError("it has become shorter")
-            tensors[name] = torch.from_numpy(numbers).view(dtype).reshape(shape)
+            tensors[name] = torch.from_numpy(raw).view(dtype).reshape(shape)
         return tensors
 
     def _shard(self, shard: int) -> range:

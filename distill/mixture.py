@@ -43,8 +43,8 @@ def merged(parts: Sequence[Dataset]) -> Dataset:
     if len(parts) == 1:
         return parts[0]
     whole = concatenate_datasets(list(parts))
-    places = [(index + 0.5) / len(part) for part in parts for index in range(len(part))]
-    return whole.select(sorted(range(len(whole)), key=places.__getitem__))
+    ranks = [(index + 0.5) / len(part) for part in parts for index in range(len(part))]
+    return whole.select(sorted(range(len(whole)), key=ranks.__getitem__))
 
 
 def of_source(rows: Dataset, number: int) -> Dataset:
@@ -53,7 +53,7 @@ def of_source(rows: Dataset, number: int) -> Dataset:
 
 
 def describe(rows: Dataset) -> str:
-    """Return the numbers of samples and tokens as text."""
+    """Return the counts of samples and tokens as text."""
     if not len(rows):
         return "no samples"
     lengths = length_statistics(rows)

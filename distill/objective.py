@@ -212,7 +212,7 @@ class Objective:
     def _target(
         self, signals: TeacherSignals, lm_head: LmHead, vocabulary_D: Tensor | None
     ) -> Callable[[Tensor], TargetChunk]:
-        """Return a function that computes the target at places of the flattened batch."""
+        """Return a function that computes the target at positions of the flattened batch."""
         # The rows of the lm_head for the draft vocabulary give p where the sums over all logits are stored.
         stored = signals.log_sum_BT is not None and self.temperature == 1
         draft_head = draft_rows_of(lm_head, vocabulary_D) if stored and vocabulary_D is not None else None
@@ -320,7 +320,7 @@ class _Sums:
 
     @classmethod
     def of(cls, positions: Sequence[Position]) -> "_Sums":
-        """Return zeros, and the numbers of tokens."""
+        """Return zeros, and the counts of tokens."""
         device = positions[0].rows_N.device
         zeros = [torch.zeros((), device=device) for _ in positions]
         counts = [len(position.rows_N) for position in positions]

@@ -165,7 +165,7 @@ def _headers(header: list[int], count: int) -> Dataset:
 
 
 def _usable(rows: Dataset, sampler: Sampler, longest: int) -> tuple[list[str], Counter[str]]:
-    """Return the texts that can be asked, in their order, and the numbers of the others by reason."""
+    """Return the texts that can be asked, in their order, and the counts of the others by reason."""
     chat, model, texts, left_out = sampler.chat, sampler.target.model, dict[str, None](), Counter[str]()
     special = set(chat.tokenizer.all_special_ids)
     ends = eos_tokens(model.config, model.generation_config)

@@ -26,7 +26,7 @@ from draftsmith.heads.hidden_states import layers_name
 from draftsmith.heads.lm_head import logits_map
 from draftsmith.heads.model_config import text_config
 
-# Shapes: T tokens, S stored layers, L layers of the target and its final states, H hidden size, W = H + F numbers.
+# Shapes: T tokens, S stored layers, L layers of the target and its final states, H hidden size, W = H + F values.
 
 UNREADABLE = (OSError, KeyError, ValueError, RuntimeError, SafetensorError)
 TOLERANCE = 0.1
@@ -164,7 +164,7 @@ class FileStates:
     def _recognised(
         self, model: PreTrainedModel, layers: tuple[int, ...], texts: Sequence[StoredText]
     ) -> tuple[float, list[int]]:
-        """Return the largest difference from the target's states, and the places of the final states and of `layers`.
+        """Return the largest difference from the target's states, and the indices of the final states and of `layers`.
 
         vLLM stores the output of the last layer without the norm after it, which is then applied to it.
         """

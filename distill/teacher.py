@@ -59,7 +59,7 @@ class Batch:
 
 
 class OnlineTeacher:
-    """Run the frozen target without its lm_head: H numbers a token instead of a row of logits.
+    """Run the frozen target without its lm_head: H values a token instead of a row of logits.
 
     `layers`: layers whose outputs are returned as features, see `Needs.layers`.
     """

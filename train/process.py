@@ -67,7 +67,7 @@ class Stopping:
     """Handles SIGTERM and SIGINT inside the context, and holds the reason to stop.
 
     The first signal is recorded, and the current step is finished. A second one ends the process at once. The record
-    of a process is a few numbers, `flags`, which are reduced over the processes together with other sums; `agree` takes
+    of a process is a few integers, `flags`, which are reduced over the processes with other sums; `agree` takes
     the reduced values, so that all processes decide the same at the same point.
     """
 
@@ -92,7 +92,7 @@ class Stopping:
         self._before = {}
 
     def flags(self) -> list[float]:
-        """Return numbers that are to be summed over all processes."""
+        """Return counts that are to be summed over all processes."""
         return [*(float(self.received == number) for number in SIGNALS), float(self.problem is not None)]
 
     def agree(self, sums: Sequence[float]) -> None:

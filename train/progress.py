@@ -92,7 +92,7 @@ class Console:
         self._show_in_bar: Callable[[str], None] | None = None
 
     def doing(self, text: str) -> None:
-        """Show `text` in place of the numbers of the running bar; '' shows the last numbers again."""
+        """Show `text` in place of the statistics of the running bar; '' shows the last ones again."""
         if self._show_in_bar is not None:
             self._show_in_bar(text)
 
@@ -126,22 +126,22 @@ class Console:
             BarColumn(bar_width=8),
             MofNCompleteColumn(),
             TimeLeft(),
-            TextColumn("{task.fields[numbers]}"),
+            TextColumn("{task.fields[statistics]}"),
         )
         with Bars(*columns, console=self._rich, disable=not self.visible) as progress:
-            task, numbers = progress.add_task(name, total=steps, completed=done, numbers=""), ""
+            task, statistics = progress.add_task(name, total=steps, completed=done, statistics=""), ""
 
             def advance(row: dict[str, Any] | None) -> None:
-                nonlocal numbers
-                numbers = "" if row is None else _numbers(row)
-                progress.update(task, advance=1, numbers=numbers)
+                nonlocal statistics
+                statistics = "" if row is None else _statistics(row)
+                progress.update(task, advance=1, statistics=statistics)
 
-            self._show_in_bar = lambda text: progress.update(task, numbers=text or numbers)
+            self._show_in_bar = lambda text: progress.update(task, statistics=text or statistics)
             yield advance
             self._show_in_bar = None
 
 
-def _numbers(row: dict[str, Any]) -> str:
+def _statistics(row: dict[str, Any]) -> str:
     rate, memory = row["tokens_per_second"], in_units(row["memory_bytes"])
     return f"loss {row['loss']:.3f} alpha {row['alpha'][0]:.3f} {rate:.0f} tok/s {memory}"
 

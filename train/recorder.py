@@ -201,7 +201,7 @@ class Record:
         self._saved = step
 
     def finish(self, steps: int, peak: int, estimate: "MemoryEstimate | None", data: TrainingData) -> None:
-        """Write the run's summary, and print, of several sources, the numbers of each.
+        """Write the run's summary, and print, of several sources, the statistics of each.
 
         `peak`: the most bytes that this start of the run has used.
         """

@@ -66,7 +66,7 @@ class TrainingData:
     sources: list[str] = field(default_factory=list)
     """Labels of the sources of the rows, in whose column `source` are their indices."""
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """By label, the numbers of samples that are trained on and of their trained tokens."""
+    """By label, the counts of samples that are trained on and of their trained tokens."""
     heldout_sources: list[str] = field(default_factory=list)
     """The label of the source of each held-out prompt."""
 
@@ -180,17 +180,17 @@ def _answered(
 
 
 def _counts(labels: list[str], rows: Dataset) -> dict[str, tuple[int, int]]:
-    """Return the numbers of samples and of trained tokens by the label of their source."""
+    """Return the counts of samples and of trained tokens by the label of their source."""
     counts: dict[str, tuple[int, int]] = dict.fromkeys(labels, (0, 0))
-    numbers = rows["source"] if len(labels) > 1 else repeat(0, len(rows))
-    for number, spans in zip(numbers, rows["spans"], strict=True):
+    sources = rows["source"] if len(labels) > 1 else repeat(0, len(rows))
+    for number, spans in zip(sources, rows["spans"], strict=True):
         samples, tokens = counts[labels[number]]
         counts[labels[number]] = samples + 1, tokens + sum(end - start for start, end in spans)
     return counts
 
 
 def _say_sources(labels: list[str], parts: list[Dataset], heldout: list[HeldOut], console: Console) -> None:
-    """Print the numbers of samples and tokens of each source, and of its prompts that are kept out of training."""
+    """Print the counts of samples and tokens of each source, and of its prompts that are kept out of training."""
     for number, label in enumerate(labels):
         trained, *held = (of_source(part, number) for part in parts)
         summary = f"data: {label}: {describe(trained)}"

@@ -159,10 +159,10 @@ def validate(
 
 def _batches(data: TrainingData, rows: list[int], size: int) -> Iterator[tuple[str, list[int]]]:
     """Yield the rows in batches of one source, with its label; of packed rows, which mix sources, with ''."""
-    numbers = data.rows["source"] if "source" in data.rows.column_names else None
+    sources = data.rows["source"] if "source" in data.rows.column_names else None
     by_source: dict[str, list[int]] = {}
     for row in rows:
-        by_source.setdefault("" if numbers is None else data.sources[numbers[row]], []).append(row)
+        by_source.setdefault("" if sources is None else data.sources[sources[row]], []).append(row)
     for label, own in by_source.items():
         for begin in range(0, len(own), size):
             yield label, own[begin : begin + size]
@@ -197,28 +197,28 @@ def by_source(data: TrainingData, row: Mapping[str, Any]) -> dict[str, dict[str,
     """
     from draftsmith.eval.learning_curve import LearningCurve  # the measurement: loaded at the end alone
 
-    numbers: dict[str, dict[str, Any]] = {
+    statistics: dict[str, dict[str, Any]] = {
         label: {"samples": samples, "trained_tokens": tokens} for label, (samples, tokens) in data.counts.items()
     }
     for label in dict.fromkeys(data.heldout_sources):
         held = [number for number, own in enumerate(data.heldout_sources) if own == label]
         tokens_P, rounds_P = (np.array(row["evaluation"][name], dtype=float)[held] for name in ("tokens", "rounds"))
-        numbers.setdefault(label, {})["prompts"] = len(held)
+        statistics.setdefault(label, {})["prompts"] = len(held)
         if rounds_P.any():
             measured = LearningCurve(tokens_P[None], rounds_P[None]).last()
-            numbers[label] |= {"tau": measured.value, "interval": measured.interval}
+            statistics[label] |= {"tau": measured.value, "interval": measured.interval}
     for label, alpha_K in row.get("validation", {}).get("alpha_by_source", {}).items():
-        numbers[label]["validation_alpha"] = alpha_K
-    return numbers
+        statistics[label]["validation_alpha"] = alpha_K
+    return statistics
 
 
-def table_by_source(numbers: Mapping[str, Mapping[str, Any]], step: int) -> Table:
-    """Return the numbers of `by_source` as a table; `step`: that of the evaluation."""
+def table_by_source(statistics: Mapping[str, Mapping[str, Any]], step: int) -> Table:
+    """Return the statistics of `by_source` as a table; `step`: that of the evaluation."""
     table = Table(title=f"By source, step {step}: trained; tau of held-out prompts; alpha in validation")
     table.add_column("source", overflow="fold")
     for column in ("samples", "tokens", "prompts", "tau", "alpha"):
         table.add_column(column, justify="right", no_wrap=True)
-    for label, own in numbers.items():
+    for label, own in statistics.items():
         counts = (f"{own[name]:,}" if name in own else "" for name in ("samples", "trained_tokens", "prompts"))
         table.add_row(
             label, *counts, _tau_of(own), f"{own['validation_alpha'][0]:.3f}" if "validation_alpha" in own else ""

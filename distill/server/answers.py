@@ -101,7 +101,7 @@ def read_answer(payload: Any, path: str, prompt: list[int]) -> Answer:
     if not isinstance(text, str) or not isinstance(reasoning, str) or not _objects(calls):
         raise BadAnswer("no text")
     if tokens is not None and not whole_numbers(tokens):
-        raise BadAnswer("token_ids that are no numbers")
+        raise BadAnswer("token_ids that are not integers")
     given = payload.get("usage")
     usage = {key: given[key] for key in USAGE if type(given.get(key)) is int} if isinstance(given, dict) else {}
     return Answer(
@@ -130,7 +130,7 @@ def _same_prompt(ids: Any, usage: dict[str, int], prompt: list[int]) -> bool | N
 
 
 def whole_numbers(values: Any) -> bool:
-    """Return whether this is a list of numbers that are not negative."""
+    """Return whether this is a list of integers that are not negative."""
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 

@@ -36,7 +36,7 @@ VERSION = 2
 LEFT_OUT_FIRST = 20
 """Answers that may be left out before half of all answers must be usable."""
 USED = Features({**FEATURES, "usage": Value("string")})
-"""Columns of the rows. `usage`: the numbers of tokens that the server counted for each span, as JSON."""
+"""Columns of the rows. `usage`: the counts of tokens by the server for each span, as JSON."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class ServerSampler:
         chat: the target's tokenizer, with the chat template that the server uses.
         data: how many tokens to sample, how often and at which temperature, and the server.
         context: the target's context limit.
-        target: for the cache key: the fingerprint of its numbers or, where it is not loaded, its name.
+        target: for the cache key: the fingerprint of its weights or, where it is not loaded, its name.
     """
 
     data: DataSection
@@ -138,7 +138,7 @@ def server_samples(
     responses, or for another data set with some of the questions, only for the new ones.
 
     Args:
-        say: called with the numbers and reasons of what is left out.
+        say: called with the counts and reasons of what is left out.
         check: an async function that checks the server before anything is asked, see `check_server`.
         folder: store the answers here instead of in the cache.
 

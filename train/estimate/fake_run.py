@@ -211,7 +211,7 @@ class LiveBytes(TorchDispatchMode):
 
     Under torch's FakeTensorMode nothing has data, so operations that depend on data follow a rule: a mask selects
     `marked_share` of its positions (a mask of one dimension all, but no more than that share of the batch's
-    `positions`), `bucketize` divides sorted numbers evenly, and a scalar is 0 or False. Workspace of kernels and memory
+    `positions`), `bucketize` divides sorted values evenly, and a scalar is 0 or False. Workspace of kernels and memory
     that the allocator keeps are not counted.
     """
 
@@ -273,7 +273,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _even_bounds(edges: int, count: int) -> Tensor:
-    """Return a tensor with data: the places of rising edges among `count` numbers that lie evenly between them."""
+    """Return a tensor with data: the positions of rising edges among `count` values that lie evenly between them."""
     with unset_fake_temporarily():
         return torch.tensor([count * edge // max(1, edges - 1) for edge in range(edges)], device="cpu")
 
@@ -290,7 +290,7 @@ def _grouped_product(arguments: tuple, options: dict) -> tuple[Tensor, float]:
     ends_E = arguments[2] if len(arguments) > 2 else options.get("offs")
     rows, shared, columns = left.shape[-2], left.shape[-1], right.shape[-1]
     shape, products = (rows, columns), 1
-    if left.dim() == right.dim():  # shared numbers are divided, or nothing is
+    if left.dim() == right.dim():  # shared values are divided, or nothing is
         count = len(left) if ends_E is None else len(ends_E)
         shape, products = (count, rows, columns), 1 if left.dim() == 2 else count
     return left.new_empty(shape), 2.0 * products * rows * shared * columns

@@ -187,7 +187,7 @@ def estimate_work(
 
 
 def _weights_used(target: PreTrainedModel) -> tuple[int, int]:
-    """Return the numbers of weights that a token of a prompt and one of a response use.
+    """Return the counts of weights that a token of a prompt and one of a response use.
 
     They differ for an encoder-decoder: its encoder reads the prompt and its decoder writes the response.
     """
