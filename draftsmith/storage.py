@@ -195,7 +195,7 @@ class JsonLines:
     def lines(self) -> Iterator[tuple[int, bytes]]:
         """Yield the beginning of each complete line and the line; none where there is no file."""
         begins = 0
-        with suppress(FileNotFoundError), self.path.open("rb") as file:
+        with suppress(FileNotFoundError, NotADirectoryError), self.path.open("rb") as file:
             for line in file:
                 if not line.endswith(b"\n"):
                     return

@@ -15,7 +15,7 @@ from draftsmith.distill.data_section import SELF
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.names import EMBEDDED
 from draftsmith.reading import dump_yaml, parse_json, parse_yaml, read_json, read_text
-from draftsmith.storage import LOCK, clear_leftovers, hold_folder, is_leftover, write_json, write_text
+from draftsmith.storage import LOCK, JsonLines, clear_leftovers, hold_folder, is_leftover, write_json, write_text
 from draftsmith.train.checkpoints import checkpoint_folder, newest_first, read_state, step_of
 from draftsmith.train.recipe import Recipe, parse_stored
 
@@ -234,27 +234,20 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     Raises:
         ConfigError: for a complete line that is no row.
     """
-    path = folder / METRICS
-    if not path.exists():
-        return []
+    path, rows = folder / METRICS, []
     try:
-        lines = read_text(path).split("\n")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}); expected the metrics of a run") from error
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
+        for _, line in JsonLines(path, "").lines():
             row = parse_json(line)
             if not isinstance(row, dict) or not isinstance(row.get("step"), int):
                 raise ValueError("no step")
-        except ValueError as error:
-            if number == len(lines):
-                break  # a killed run was writing it
-            raise ConfigError(
-                f"{path}:{number} is not a row of a run's metrics ({reason_of(error)}); expected another folder, or "
-                "the file without this line"
-            ) from error
-        rows.append(row)
+            rows.append(row)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error}); expected the metrics of a run") from error
+    except ValueError as error:
+        raise ConfigError(
+            f"{path}:{len(rows) + 1} is not a row of a run's metrics ({reason_of(error)}); expected another folder, "
+            "or the file without this line"
+        ) from error
     return rows
 
 
