@@ -6,7 +6,7 @@ autoregressive drafters read the target's states up to the anchor and their own 
 every anchor, with the same attention as in decoding.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -70,7 +70,7 @@ def sample_texts(
 ) -> list[TargetText]:
     """Return continuations by the target; prompt i has seed `seed + i`.
 
-    `done` is called with numbers of tokens, in total `max_new_tokens` for each prompt.
+    `done` is called with counts of tokens, in total `max_new_tokens` for each prompt.
     """
     decoder = SpeculativeDecoder(target)
     settings = {"max_new_tokens": max_new_tokens, "temperature": sampling.temperature}
@@ -103,8 +103,8 @@ def vocabulary_size(model: PreTrainedModel) -> int:
     return lm_head.weight.shape[0]
 
 
-# Shapes: B texts, T positions, A anchors of one text, K draft positions, N rows of a chunk, V vocabulary of the target,
-# H its hidden size, D the drafter's.
+# Shapes: B texts, T positions, A anchors of one text, K draft positions, N states of one draft position or of a chunk,
+# V vocabulary of the target, H its hidden size, D the drafter's.
 
 CHUNK = 2**23
 """Largest number of logits [N, V] in memory at a time."""
@@ -128,14 +128,14 @@ class ChunkLogits(NamedTuple):
 
 
 Measure = Callable[[ChunkLogits], dict[str, Tensor]]
-"""Computes numbers [N] of a chunk by name."""
+"""Computes statistics [N] of a chunk by name."""
 Done = Callable[[float], None]
 PositionStats = dict[str, NDArray[np.float64]]
-"""By name, [A, K]; positions after the end of the text are 0."""
+"""The statistics of a text by name, [A, K]; positions after the end of the text are 0."""
 
 
 def acceptance_measure(processors: Processors) -> Measure:
-    """Return a measure of the numbers that acceptance depends on, after temperature, top-k and top-p.
+    """Return a measure of the statistics that acceptance depends on, after temperature, top-k and top-p.
 
     log_p, log_q   log-probabilities of the text's token; greedy: 0, and 0 for the drafter's argmax, -inf otherwise
     rank           rank of the text's token in q, 0 for the most likely token; inf where q is zero
@@ -170,7 +170,7 @@ def agreement(
     measure: Measure,
     done: Done = lambda _: None,
 ) -> list[PositionStats]:
-    """Return the numbers of every text, [A, K] each; K is `draft_length`, or the drafter's maximum if that is less.
+    """Return the statistics of every text, [A, K] each; K is `draft_length`, or the drafter's maximum if that is less.
 
     `done` is called with the number of texts, or the part of one, that has been measured since the last call.
 
@@ -182,9 +182,9 @@ def agreement(
     positions = min(draft_length, drafter.max_draft_length or draft_length)
     teacher = OnlineTeacher(target, drafter.needs.layers)
     result: list[PositionStats] = []
-    order = sorted(range(len(texts)), key=lambda place: len(texts[place].tokens))
+    order = sorted(range(len(texts)), key=lambda index: len(texts[index].tokens))
     for start in range(0, len(texts), BATCH):
-        batch = [texts[place] for place in order[start : start + BATCH]]
+        batch = [texts[index] for index in order[start : start + BATCH]]
         signals = signals_of(teacher, batch)
         result += agreement_of(signals, teacher.lm_head, drafter, batch, positions, measure, done)
     return [stats for _, stats in sorted(zip(order, result, strict=True), key=lambda pair: pair[0])]
@@ -211,51 +211,6 @@ def unrollable(drafter: Drafter, draft_length: int, texts: Sequence[TargetText])
     return drafter
 
 
-def agreement_of(
-    signals: TeacherSignals,
-    lm_head: TargetHead,
-    drafter: TrainableDrafter,
-    texts: Sequence[TargetText],
-    positions: int,
-    measure: Measure,
-    done: Done = lambda _: None,
-) -> list[PositionStats]:
-    """Return the numbers of every text, [A, positions] each, from the target's signals of these texts.
-
-    `drafter`: from `unrollable`. `done`: see `agreement`.
-    """
-    stats: list[PositionStats] = [{} for _ in texts]
-    entries = _entries(drafter, signals, positions)
-    width = signals.mask_BT.shape[1]
-    anchored = [_Anchored.of(entry, column, texts, width) for column, entry in enumerate(entries)]
-    total = sum(len(some.rows_N) for some in anchored)
-    for column, (entry, some) in enumerate(zip(entries, anchored, strict=True)):
-        size = max(1, CHUNK // lm_head.weight.shape[0])
-        parts: list[dict[str, Tensor]] = []
-        for start in range(0, len(some.rows_N), size):
-            rows = _rows(lm_head, drafter, entry, signals, some.at(slice(start, start + size)))
-            parts += [measure(block) for block in _blocks(rows)]
-            done(len(texts) * len(rows.labels_N) / total)
-        for name in parts[0] if parts else ():
-            values_N = torch.cat([part[name] for part in parts]).double().cpu().numpy()
-            for row, text in enumerate(texts):
-                table = stats[row].setdefault(name, np.zeros((text.anchors, positions)))
-                mine = (some.rows_N == row).numpy()
-                table[some.anchors_N.numpy()[mine], column] = values_N[mine]
-    if any(entry.every_depth for entry in entries):
-        stats = [{name: _along(table) for name, table in tables.items()} for tables in stats]
-    return stats
-
-
-def _blocks(rows: ChunkLogits) -> list[ChunkLogits]:
-    """Return the rows in parts that fit a CPU's caches; on an accelerator all at once."""
-    count = len(rows.labels_N)
-    size = count if rows.p_NV.is_cuda else max(1, BLOCK // rows.p_NV.shape[1])
-    sure = [None] * count if rows.sure_N is None else rows.sure_N.split(size)
-    parts = (rows.p_NV, rows.q_NV, rows.labels_N)
-    return [ChunkLogits(*part) for part in zip(*(part.split(size) for part in parts), sure, strict=False)]
-
-
 def signals_of(teacher: OnlineTeacher, texts: list[TargetText]) -> TeacherSignals:
     """Return the target's signals for a batch of texts, whose new tokens are marked."""
     device = next(teacher.model.parameters()).device
@@ -275,67 +230,106 @@ def _padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor
     return ids_BT, mask_BT
 
 
-def _entries(drafter: TrainableDrafter, signals: TeacherSignals, positions: int) -> list[DraftStates]:
-    """Return the drafter's states: one entry per draft position, or a single one for all."""
+def agreement_of(
+    signals: TeacherSignals,
+    lm_head: TargetHead,
+    drafter: TrainableDrafter,
+    texts: Sequence[TargetText],
+    positions: int,
+    measure: Measure,
+    done: Done = lambda _: None,
+) -> list[PositionStats]:
+    """Return the statistics of every text, [A, positions] each, from the target's signals of these texts.
+
+    `drafter`: from `unrollable`. `done`: see `agreement`.
+    """
+    unrolled = _unrolled(drafter, signals, positions)
+    length = signals.mask_BT.shape[1]
+    anchored = [_AnchoredStates.of(states, k, texts, length) for k, states in enumerate(unrolled)]
+    total = sum(len(at.rows_N) for at in anchored)
+    stats: list[PositionStats] = [{} for _ in texts]
+    for k, (states, at) in enumerate(zip(unrolled, anchored, strict=True)):
+        measured: list[dict[str, Tensor]] = []
+        for chunk in _chunks(lm_head, drafter, states, signals, at):
+            measured += [measure(block) for block in _blocks(chunk)]
+            done(len(texts) * len(chunk.labels_N) / total)
+        for name in measured[0] if measured else ():
+            values_N = torch.cat([block[name] for block in measured]).double().cpu().numpy()
+            for row, text in enumerate(texts):
+                table_AK = stats[row].setdefault(name, np.zeros((text.anchors, positions)))
+                of_text_N = (at.rows_N == row).numpy()
+                table_AK[at.anchors_N.numpy()[of_text_N], k] = values_N[of_text_N]
+    if any(states.every_depth for states in unrolled):
+        stats = [{name: _diagonals(table_AK) for name, table_AK in tables.items()} for tables in stats]
+    return stats
+
+
+def _unrolled(drafter: TrainableDrafter, signals: TeacherSignals, positions: int) -> list[DraftStates]:
+    """Return the drafter's states by draft position; a single entry where they predict every draft position."""
     if drafter.shared_vocabulary is not None:  # ids beyond a smaller vocabulary, as `DraftModel` reads them
         ids_BT = signals.input_ids_BT
         signals = replace(signals, input_ids_BT=ids_BT.where(ids_BT < drafter.vocab_size, 0))
     return drafter.unroll(signals)[:positions]
 
 
-class _Anchored(NamedTuple):
-    """The states of one draft position after the anchors of the texts."""
+class _AnchoredStates(NamedTuple):
+    """Indices of the states of draft position k + 1 after all anchors of the texts."""
 
     rows_N: Tensor
-    """The text of each."""
+    """The text of each state."""
     states_N: Tensor
     """Its index among the drafter's states."""
     positions_N: Tensor
-    """The position of the target's p: of draft position k + 1 it is t + k, where the anchor is the text's token t."""
+    """The position of the target's p, which is t + k for the draft after token t of the text."""
     anchors_N: Tensor
     """Its anchor, counted from 0."""
 
     @classmethod
-    def of(cls, entry: DraftStates, column: int, texts: Sequence[TargetText], length: int) -> "_Anchored":
-        """Return the states that lie on the new tokens of the texts, in rows of `length`."""
-        places_N = entry.places_N.cpu()
-        rows_N, positions_N = places_N.clamp_min(0) // length, places_N % length
-        anchors_N = positions_N - column - torch.tensor([text.prompt_length for text in texts])[rows_N]
+    def of(cls, states: DraftStates, k: int, texts: Sequence[TargetText], length: int) -> "_AnchoredStates":
+        """Return the states after anchors; `length`: of each row of the flattened batch."""
+        flat_N = states.places_N.cpu()
+        rows_N, positions_N = flat_N.clamp_min(0) // length, flat_N % length
+        anchors_N = positions_N - k - torch.tensor([text.prompt_length for text in texts])[rows_N]
         anchors_B = torch.tensor([text.anchors for text in texts])
-        inside_N = (places_N >= 0) & (anchors_N >= 0) & (anchors_N + column < anchors_B[rows_N])
+        inside_N = (flat_N >= 0) & (anchors_N >= 0) & (anchors_N + k < anchors_B[rows_N])
         states_N = inside_N.nonzero()[:, 0]
         return cls(rows_N[states_N], states_N, positions_N[states_N], anchors_N[states_N])
 
-    def at(self, part: slice) -> "_Anchored":
-        """Return some of them."""
-        return _Anchored(*(index_N[part] for index_N in self))
 
-
-def _rows(
+def _chunks(
     lm_head: TargetHead,
     drafter: TrainableDrafter,
-    entry: DraftStates,
+    states: DraftStates,
     signals: TeacherSignals,
-    some: _Anchored,
-) -> ChunkLogits:
-    states_ND = entry.states_ND[some.states_N]
-    p_NV = lm_head(signals.hidden_BTH[some.rows_N, some.positions_N])
-    logits_ND = (entry.drafting_head or entry.head)(states_ND)
-    known, q_NV = drafter.shared_vocabulary, logits_ND
-    if entry.vocabulary_D is not None:
-        q_NV = logits_ND.new_full(p_NV.shape, -torch.inf)
-        q_NV[:, entry.vocabulary_D] = logits_ND
-    if known is not None:
-        q_NV = fitted(q_NV, (known, p_NV.shape[1]))
-    labels_N = signals.input_ids_BT[some.rows_N, some.positions_N + 1]
-    sure_N = None if entry.confidence is None else entry.confidence(states_ND).sigmoid()
-    return ChunkLogits(p_NV, q_NV, labels_N, sure_N)
+    at: _AnchoredStates,
+) -> Iterator[ChunkLogits]:
+    """Yield the logits of the states after anchors, at most `CHUNK` at a time."""
+    head, size = states.drafting_head or states.head, max(1, CHUNK // lm_head.weight.shape[0])
+    for start in range(0, len(at.rows_N), size):
+        rows_N, states_N, positions_N = (index_N[start : start + size] for index_N in at[:3])
+        states_ND = states.states_ND[states_N]
+        p_NV, q_NV = lm_head(signals.hidden_BTH[rows_N, positions_N]), head(states_ND)
+        if states.vocabulary_D is not None:
+            drafted_ND, q_NV = q_NV, q_NV.new_full(p_NV.shape, -torch.inf)
+            q_NV[:, states.vocabulary_D] = drafted_ND
+        if drafter.shared_vocabulary is not None:
+            q_NV = fitted(q_NV, (drafter.shared_vocabulary, p_NV.shape[1]))
+        sure_N = None if states.confidence is None else states.confidence(states_ND).sigmoid()
+        yield ChunkLogits(p_NV, q_NV, signals.input_ids_BT[rows_N, positions_N + 1], sure_N)
 
 
-def _along(table_AK: NDArray[np.float64]) -> NDArray[np.float64]:
+def _blocks(chunk: ChunkLogits) -> list[ChunkLogits]:
+    """Return the chunk in blocks that fit a CPU's caches; on an accelerator as a whole."""
+    count = len(chunk.labels_N)
+    size = count if chunk.p_NV.is_cuda else max(1, BLOCK // chunk.p_NV.shape[1])
+    sure = [None] * count if chunk.sure_N is None else chunk.sure_N.split(size)
+    return [ChunkLogits(*block) for block in zip(*(x.split(size) for x in chunk[:3]), sure, strict=False)]
+
+
+def _diagonals(table_AK: NDArray[np.float64]) -> NDArray[np.float64]:
     """Fill [A, K] from column 0: draft position k + 1 of an anchor is the first draft position k anchors later."""
     A, K = table_AK.shape
     out_AK = np.zeros((A, K))
-    for column in range(min(A, K)):
-        out_AK[: A - column, column] = table_AK[column:, 0]
+    for k in range(min(A, K)):
+        out_AK[: A - k, k] = table_AK[k:, 0]
     return out_AK
