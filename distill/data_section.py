@@ -1,4 +1,4 @@
-"""The recipe's section `data`: which texts a run reads, and how the target's responses to them are sampled."""
+"""The recipe's section `data`: the prompts of a run, and how the target's responses to them are sampled."""
 
 import math
 import os
@@ -175,7 +175,7 @@ class DataSection(Section):
     split: str = "train"
     """Split of a Hub data set, or of a local folder whose files name splits; files that name none are of train."""
     kind: Kind | None = None
-    """With 'self', ask for one kind of prompts by a system prompt before the user's turn; None: what comes to it."""
+    """With 'self', ask for one kind of prompts by a system prompt before the user's turn; by default any kind."""
     count: Count = 1000
     """At most this many prompts, or samples of a file with answers."""
     prompt_tokens: Count = 48
@@ -205,7 +205,7 @@ class DataSection(Section):
     template_options: TemplateVariables = Field(default_factory=dict)
     """Variables for the chat template, such as enable_thinking."""
     images: str | None = None
-    """Folder of the images that messages name; needed for rows with images. A change inside it reads the rows again."""
+    """Folder of the images that messages name; needed for rows with images. A change in it encodes the rows again."""
     exclude_rows: list[Annotated[Whole, Field(ge=0)]] = Field(default_factory=list)
     """Rows to leave out of training and validation, by their number in failed_batch.json, such as one for which the
     target's states are not finite; may be changed when a run continues."""

@@ -46,7 +46,7 @@ Weight = Annotated[Number, Field(ge=0)]
 class ObjectiveSection(Section):
     kind: Term = "kl"
     """KL(p || q), KL(q || p), Jensen-Shannon, total variation, -log alpha, cross-entropy with the target's argmax or
-    with the text's own next token (label), LK-lambda, or the expected accepted length; see distill/losses.py."""
+    with the sequence's next token (label), LK-lambda, or the expected accepted length; see distill/losses.py."""
     mix: dict[Term, Weight] = Field(default_factory=dict)
     """Weights of several terms, instead of `kind`."""
     temperature: Annotated[Number, Field(gt=0)] = 1.0
@@ -73,7 +73,7 @@ class TrainSection(Section):
     gradient_accumulation: Count = 1
     """Forward and backward passes that each process's share of a batch is split into."""
     sequence_parallel: Annotated[Count, Field(le=16)] = 1
-    """Processes that share each text in training: each computes the drafter's states at a part of its positions."""
+    """Processes that share each sequence in training: each computes the drafter's states at a part of its positions."""
     activation_checkpointing: bool = False
     """Recompute activations inside the drafter's blocks in the backward pass instead of storing them."""
     compile: bool = False

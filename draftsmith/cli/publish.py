@@ -74,7 +74,7 @@ class Import(Conversion):
     draft_length: Annotated[Count | None, Option("--gamma")] = None
     """Draft length to store; by default the published one, or 3."""
     self_test: Annotated[bool, Option("--self-test/--no-self-test")] = True
-    """Compare alpha with that of the nearest conventions, on a few texts of the target."""
+    """Compare alpha with that of the nearest conventions, on a few sequences of the target."""
     prompts: Annotated[str | None, Option(check=check_prompts_name, hub=require_cached_prompts)] = None
     """Prompts of the self-test: a file or a Hub data set, of which 32 are used; by default 8 short ones."""
 
