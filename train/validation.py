@@ -2,10 +2,11 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.table import Table
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from draftsmith.distill.dataset import HeldOut
 from draftsmith.distill.teacher import Batch
 from draftsmith.heads.base import Drafter
-from draftsmith.metrics import acceptance_at, alpha, position_counts, tau
+from draftsmith.metrics import RESAMPLES, acceptance_at, alpha, percentiles, position_counts, ratio, tau
 from draftsmith.train.engine import reduced
 from draftsmith.train.launch import RunContext
 from draftsmith.train.process import Stopping
@@ -24,6 +25,8 @@ from draftsmith.train.training_data import TrainingData
 
 if TYPE_CHECKING:  # the decoder is imported by the first evaluation
     from draftsmith.decode.sequence import DecodeOutput
+
+# Shapes: K draft positions, E evaluations, P held-out prompts, S resamples of the prompts.
 
 
 def _alpha(outputs: "Sequence[DecodeOutput]") -> float:
@@ -168,6 +171,42 @@ def _batches(data: TrainingData, rows: list[int], size: int) -> Iterator[tuple[s
             yield label, own[begin : begin + size]
 
 
+class TauEstimate(NamedTuple):
+    """Tau, or the difference of two, and its 95 % interval over the choice of prompts."""
+
+    value: float
+    interval: list[float]
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f} [{self.interval[0]:.2f}, {self.interval[1]:.2f}]"
+
+
+def tau_estimate(tokens_P: NDArray, rounds_P: NDArray) -> TauEstimate:
+    """Return tau of an evaluation."""
+    taus_S1 = _resampled_taus(tokens_P[None], rounds_P[None])
+    return TauEstimate(tau(tokens_P, rounds_P), percentiles(taus_S1[:, 0]))
+
+
+def tau_rise(tokens_EP: NDArray, rounds_EP: NDArray, window: int) -> TauEstimate | None:
+    """Return tau over the last `window` evaluations minus tau over the `window` before them, on the same prompts.
+
+    None with fewer evaluations.
+    """
+    if len(tokens_EP) < 2 * window:
+        return None
+    sums = [counts[-2 * window :].reshape(2, window, -1).sum(1) for counts in (tokens_EP, rounds_EP)]
+    before, after = ratio(*(total.sum(1) for total in sums))
+    taus_S2 = _resampled_taus(*sums)
+    return TauEstimate(float(after - before), percentiles(taus_S2[:, 1] - taus_S2[:, 0]))
+
+
+def _resampled_taus(tokens_EP: NDArray, rounds_EP: NDArray) -> NDArray:
+    """Return tau of each evaluation over resampled prompts, [S, E]."""
+    prompts = tokens_EP.shape[1]
+    drawn_SP = np.random.default_rng(0).multinomial(prompts, np.full(prompts, 1 / prompts), size=RESAMPLES)
+    return ratio(drawn_SP @ tokens_EP.T, drawn_SP @ rounds_EP.T)
+
+
 def early_end(
     settings: TrainSection, metrics: Sequence[Mapping[str, Any]], step: int, decaying: bool
 ) -> tuple[int, str] | None:
@@ -175,19 +214,20 @@ def early_end(
 
     A run with the schedule 'wsd' ends after its decay, which begins now. `decaying`: it has begun already.
     """
-    from draftsmith.eval.learning_curve import LearningCurve  # few runs need it
-
     target, window = settings.target_tau, settings.patience
-    curve = LearningCurve.of(metrics)
-    if curve is not None and target is not None and curve.last().interval[0] >= target:
-        return step, f"tau {curve.last()} has reached train.target_tau={target:g}"
-    rise = None if curve is None or window is None or decaying else curve.rise(window)
+    evaluations = [row["evaluation"] for row in metrics if "evaluation" in row]
+    if not evaluations or len(evaluations[0]["tokens"]) < 2:  # an interval over prompts needs several
+        return None
+    tokens_EP, rounds_EP = (np.array([row[name] for row in evaluations], float) for name in ("tokens", "rounds"))
+    if target is not None and (last := tau_estimate(tokens_EP[-1], rounds_EP[-1])).interval[0] >= target:
+        return step, f"tau {last} has reached train.target_tau={target:g}"
+    rise = None if window is None or decaying else tau_rise(tokens_EP, rounds_EP, window)
     if rise is None or rise.interval[0] > 0:
         return None
     reason = f"tau has stopped rising: {rise.value:+.2f} [{rise.interval[0]:.2f}, {rise.interval[1]:.2f}] "
     reason += f"from {window} evaluations to the next {window}"
-    last = step + settings.decay_steps if settings.schedule == "wsd" else step
-    return None if last >= settings.steps else (last, reason)
+    end = step + settings.decay_steps if settings.schedule == "wsd" else step
+    return None if end >= settings.steps else (end, reason)
 
 
 def by_source(data: TrainingData, row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -195,8 +235,6 @@ def by_source(data: TrainingData, row: Mapping[str, Any]) -> dict[str, dict[str,
 
     `row`: that of an evaluation in `metrics.jsonl`.
     """
-    from draftsmith.eval.learning_curve import LearningCurve  # the measurement: loaded at the end alone
-
     statistics: dict[str, dict[str, Any]] = {
         label: {"samples": samples, "trained_tokens": tokens} for label, (samples, tokens) in data.counts.items()
     }
@@ -205,7 +243,7 @@ def by_source(data: TrainingData, row: Mapping[str, Any]) -> dict[str, dict[str,
         tokens_P, rounds_P = (np.array(row["evaluation"][name], dtype=float)[held] for name in ("tokens", "rounds"))
         statistics.setdefault(label, {})["prompts"] = len(held)
         if rounds_P.any():
-            measured = LearningCurve(tokens_P[None], rounds_P[None]).last()
+            measured = tau_estimate(tokens_P, rounds_P)
             statistics[label] |= {"tau": measured.value, "interval": measured.interval}
     for label, alpha_K in row.get("validation", {}).get("alpha_by_source", {}).items():
         statistics[label]["validation_alpha"] = alpha_K

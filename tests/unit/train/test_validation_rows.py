@@ -2,12 +2,13 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.errors import ConfigError
 from draftsmith.train.recipe import Recipe, parse_recipe
-from draftsmith.train.validation import METRICS, early_end
+from draftsmith.train.validation import METRICS, early_end, tau_estimate, tau_rise
 
 
 def _output(*rounds: tuple[int, tuple[float, ...]]) -> DecodeOutput:
@@ -46,6 +47,26 @@ def _rows(*taus: float) -> list[dict[str, Any]]:
     ]
 
 
+def test_a_rise_is_judged_on_the_same_prompts() -> None:
+    """Prompts differ by far more than tau rises; a rise that all share is significant all the same."""
+    spread_P = np.random.default_rng(0).normal(0, 0.5, 20)
+    taus_E1 = 2 + np.arange(0, 60, 10)[:, None] / 1000
+    tokens_EP = np.round(1000 * (taus_E1 + spread_P - spread_P.mean()))
+    rounds_EP = np.full_like(tokens_EP, 1000.0)
+    rise = tau_rise(tokens_EP, rounds_EP, 3)
+    assert rise is not None
+    assert rise.value == pytest.approx(0.03, abs=1e-3)
+    assert 0.025 < rise.interval[0] < rise.interval[1] < 0.035
+    last = tau_estimate(tokens_EP[-1], rounds_EP[-1])
+    assert last.value == pytest.approx(2.05, abs=1e-3)
+    # 20 prompts whose tau has a deviation of 0.5: the mean's interval is about 2 * 1.96 * 0.5 / sqrt(20) = 0.44 wide.
+    assert 0.25 < last.interval[1] - last.interval[0] < 0.65
+    assert tau_rise(tokens_EP, rounds_EP, 4) is None
+    rise = tau_rise(tokens_EP, rounds_EP, 1)
+    assert rise is not None
+    assert rise.value == pytest.approx(0.01, abs=1e-3)
+
+
 def test_a_run_ends_when_tau_has_stopped_rising() -> None:
     recipe = _recipe(patience=2)
     assert early_end(recipe.train, _rows(1.0, 1.5, 2.0, 2.1), 30, decaying=False) is None
@@ -78,3 +99,5 @@ def test_one_prompt_gives_no_interval() -> None:
     for train in ({"patience": 2}, {"target_tau": 3}):
         with pytest.raises(ConfigError, match=r"with evaluation\.count=1; expected at least 2 prompts"):
             parse_recipe({**values, "train": train}, "here")
+    alone = [{"step": 0, "evaluation": {"tokens": [9], "rounds": [1]}}] * 2
+    assert early_end(_recipe(target_tau=3.0, patience=1).train, alone, 0, decaying=False) is None
