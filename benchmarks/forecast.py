@@ -47,7 +47,7 @@ from draftsmith.eval.forecast.expected_rounds import (
     retrieved,
 )
 from draftsmith.eval.forecast.hardware import measure_hardware, pass_costs
-from draftsmith.eval.forecast.profile import costs_of, numbers, profile_values
+from draftsmith.eval.forecast.profile import costs_of, forecast_row, profile_values
 from draftsmith.eval.prompts import Prompt, load_prompts
 from draftsmith.eval.settings import Settings
 from draftsmith.eval.teacher_forced import (
@@ -251,7 +251,7 @@ def speed_cell(
     for policy, per_text in found.items():
         profiles = {"interval": costs, "interval_of_texts": replace(costs, repeats=())}
         speeds = {
-            key: numbers(per_text, name, profile, (1,), 0, policy)["speed"][0] for key, profile in profiles.items()
+            key: forecast_row(per_text, name, profile, (1,), 0, policy)["speed"][0] for key, profile in profiles.items()
         }
         row = by_policy[policy]
         rows.append(
@@ -272,7 +272,7 @@ def of_timings(per_text: list[ExpectedRounds], name: str, costs: Costs, policy: 
     """Return the 95 % interval of the speedup on these texts alone: one text, of which no part is resampled."""
     whole = [sum(getattr(text, key) for text in per_text) for key in ("tokens", "rounds")]
     work = sum((text.work for text in per_text), Counter())
-    return numbers([ExpectedRounds(*whole, work)], name, costs, (1,), 0, policy)["speed"][0]["speedup_interval"]
+    return forecast_row([ExpectedRounds(*whole, work)], name, costs, (1,), 0, policy)["speed"][0]["speedup_interval"]
 
 
 def run(options: argparse.Namespace) -> None:

@@ -142,13 +142,13 @@ class ExpectedRounds:
 
 @dataclass(frozen=True, eq=False)
 class RetrievalStats:
-    """The tokens that a drafter would copy after each anchor of a text."""
+    """The retrieved drafts after each anchor of a text."""
 
     taken_A: NDArray[np.bool_]
-    """Whether the drafter proposes the copy; otherwise it drafts with its logits."""
+    """Whether the drafter proposes the retrieved draft; otherwise it drafts with its logits."""
     lengths_A: Lengths
     matched_A: Lengths
-    """Length of the common prefix of the copy and the text."""
+    """Length of the common prefix of the retrieved draft and the text."""
 
 
 def needs_replay(policy: Policy | None, sampling: Sampling) -> bool:
@@ -188,7 +188,7 @@ def accepted(
         table: `acceptance_measure` of target and drafter on this text, for at least as many positions as are drafted;
             empty for a drafter that only retrieves.
         rule: verification rule of sampled chains; None is the decoder's default.
-        retrieved: copies of a drafter that retrieves.
+        retrieved: the drafts of a drafter that retrieves.
         reach: longest draft that the drafter's logits reach.
 
     Raises:
@@ -204,9 +204,9 @@ def accepted(
         nodes_A = lengths_A
     else:
         rooms_A = np.minimum(room_A, reach) if reach is not None else room_A
-        survival_AK, lengths_A, nodes_A = _grown(policy, table, rooms_A, sampling, rule)
+        survival_AK, lengths_A, nodes_A = _drafted(policy, table, rooms_A, sampling, rule)
     if retrieved is not None:
-        survival_AK, lengths_A, nodes_A = _with_copies(survival_AK, lengths_A, nodes_A, retrieved)
+        survival_AK, lengths_A, nodes_A = _with_retrieved(survival_AK, lengths_A, nodes_A, retrieved)
     visits_A, tested_K, accepted_K = walk(survival_AK, lengths_A)
     work: defaultdict[tuple[int, int], float] = defaultdict(float)
     for visits, nodes, length, copied in zip(
@@ -216,10 +216,10 @@ def accepted(
     return ExpectedRounds(text.decode_tokens, float(visits_A.sum()), work, tested_K, accepted_K)
 
 
-def _grown(
+def _drafted(
     policy: Policy, table: PositionStats, room_A: Lengths, sampling: Sampling, rule: str | None
 ) -> tuple[Floats, Lengths, Lengths]:
-    """Return survival probabilities, depths and numbers of draft tokens from each anchor, without copies."""
+    """Return survival probabilities, depths and counts of draft tokens from each anchor, without retrieved drafts."""
     layout = policy.layout(greedy=sampling.greedy)
     if sampling.greedy:
         survival_AK = matched(table["rank"] == 0)
@@ -232,10 +232,10 @@ def _grown(
     return survival_AK, lengths_A, lengths_A
 
 
-def _with_copies(
+def _with_retrieved(
     survival_AK: Floats, lengths_A: Lengths, nodes_A: Lengths, retrieved: RetrievalStats
 ) -> tuple[Floats, Lengths, Lengths]:
-    """Replace drafts by copies where the drafter proposes them."""
+    """Replace drafts by retrieved ones where the drafter proposes them."""
     width = max(survival_AK.shape[1], int(retrieved.lengths_A.max(initial=1)))
     wide_AK = np.zeros((len(lengths_A), width))
     wide_AK[:, : survival_AK.shape[1]] = survival_AK
@@ -249,7 +249,7 @@ def _with_copies(
 
 
 def retrieved(drafter: Drafter, text: TargetText) -> RetrievalStats | None:
-    """Return the copies of the drafter after every token of the text; None for a drafter that never copies."""
+    """Return the retrieved drafts after every token of the text; None for a drafter that does not retrieve."""
     if not isinstance(drafter, (Retrieval, Hybrid)):
         return None
     retrieval = drafter.retrieval if isinstance(drafter, Hybrid) else drafter
@@ -296,8 +296,8 @@ class KnownTarget(TransformersTarget):
         logits_BQV = torch.zeros_like(super().verify(tokens_BQ, shapes))
         for row in range(len(self._texts)):
             shape = shapes[row if len(shapes) > 1 else 0]
-            for place, depth in enumerate([0, *depths_of(shape)]):
-                self._force(logits_BQV[row, place], row, depth)
+            for column, depth in enumerate([0, *depths_of(shape)]):
+                self._force(logits_BQV[row, column], row, depth)
         return logits_BQV
 
     def _force(self, logits_V: Tensor, row: int, depth: int) -> None:

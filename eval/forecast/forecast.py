@@ -27,7 +27,7 @@ from draftsmith.eval.forecast.expected_rounds import (
     retrieved,
 )
 from draftsmith.eval.forecast.hardware import measure_hardware, pass_costs, timeable
-from draftsmith.eval.forecast.profile import ForecastRow, Profile, costs_of, numbers, profile_values, require_known
+from draftsmith.eval.forecast.profile import ForecastRow, Profile, costs_of, forecast_row, profile_values, require_known
 from draftsmith.eval.settings import ForecastSettings
 from draftsmith.eval.teacher_forced import (
     TOGETHER,
@@ -121,7 +121,10 @@ def forecast(
         timed = progress and hardware is None
         with stage("timing the passes of each drafter", shown=timed):
             known = {} if hardware else pass_costs(target, drafters, prompts[0])
-        parts = [_at(target, drafters, prompts, settings, known, hardware, t, progress) for t in settings.temperatures]
+        parts = [
+            _at_temperature(target, drafters, prompts, settings, known, hardware, t, progress)
+            for t in settings.temperatures
+        ]
         where = environment()
     best = [entry for part in parts for entry in part.best]
     return Forecast(
@@ -134,7 +137,7 @@ def forecast(
     )
 
 
-def _at(
+def _at_temperature(
     target: PreTrainedModel,
     drafters: dict[str, Drafter],
     prompts: Sequence[list[int]],
@@ -168,9 +171,9 @@ def _at(
     untimed = any(len(one.repeats) < 2 for one in costs.values())
     assumed = [str(policy) for name, own in trees.items() for policy in own if str(policy) not in costs[name].policies]
     rows: list[ForecastRow] = [
-        numbers(per_text, name, costs[name], settings.batch_sizes, settings.seed, policy, temperature)
+        forecast_row(per_text, name, costs[name], settings.batch_sizes, settings.seed, policy, temperature)
         for name, drafter in predicted.items()
-        for policy, per_text in drafter.plans
+        for policy, per_text in drafter.by_policy
     ]
     return Forecast(
         settings,
@@ -188,10 +191,10 @@ def _at(
 class Predicted:
     """The expected rounds of one drafter on all texts."""
 
-    plans: list[tuple[str, list[ExpectedRounds]]]
-    """By policy, the expected rounds of each text."""
+    by_policy: list[tuple[str, list[ExpectedRounds]]]
+    """The expected rounds of each text by the name of the policy."""
     policies: list[Policy]
-    """The policies of `plans`; none for a drafter that only retrieves."""
+    """The policies of `by_policy`; none for a drafter that only retrieves."""
     tables: list[PositionStats]
     refused: list[str]
 
@@ -212,7 +215,7 @@ def predict(
 ) -> Predicted:
     """Return the expected rounds with every policy, from one teacher-forced pass.
 
-    `done` is called with the numbers of texts of which the pass, or a policy, is finished.
+    `done` is called with counts of texts: for those of which the pass, or a policy, is finished.
     """
     tables: list[PositionStats] = []
     policies = _policies(target, drafter, settings)
@@ -222,8 +225,8 @@ def predict(
     else:
         longest = max(policy.longest for policy in policies if policy is not None)
         tables = agreement(target, drafter, texts, longest, acceptance_measure(Processors(sampling)), done)
-    copies = [retrieved(drafter, text) for text in texts]
-    plans, planned, refused = [], [], []
+    from_text = [retrieved(drafter, text) for text in texts]
+    by_policy, predicted, refused = [], [], []
     for policy in policies:
         try:
             if policy is not None and needs_replay(policy, sampling):
@@ -232,17 +235,17 @@ def predict(
             else:
                 reach = drafter.max_draft_length
                 per_text = [
-                    accepted(policy, table, text, sampling, settings.rule, retrieved=copied, reach=reach)
-                    for table, text, copied in zip(tables or [{}] * len(texts), texts, copies, strict=True)
+                    accepted(policy, table, text, sampling, settings.rule, retrieved=found, reach=reach)
+                    for table, text, found in zip(tables or [{}] * len(texts), texts, from_text, strict=True)
                 ]
                 done(len(texts))
         except NotPredicted as reason:
             refused.append(f"no forecast: {reason}")
             done(len(texts))
             continue
-        plans.append((PLAIN if policy is None else str(policy), per_text))
-        planned += [] if policy is None else [policy]
-    return Predicted(plans, planned, tables, refused)
+        by_policy.append((PLAIN if policy is None else str(policy), per_text))
+        predicted += [] if policy is None else [policy]
+    return Predicted(by_policy, predicted, tables, refused)
 
 
 def candidates(drafter: Drafter, settings: ForecastSettings, *, trees: bool = True) -> list[Policy | None]:

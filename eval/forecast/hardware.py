@@ -30,13 +30,13 @@ from draftsmith.heads.retrieval import Hybrid
 from draftsmith.terminal import stage
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
-"""Draft lengths at which rounds are timed: all of them for the target, which also reads trees and copies, and for each
-drafter those that it reaches."""
-Arm = tuple[str, int | str]
+"""Draft lengths at which rounds are timed: all of them for the target, which also reads trees and retrieved drafts, and
+for each drafter those that it reaches."""
+VariantKey = tuple[str, int | str]
 """A drafter and a draft length of its chains, or another of its policies by name."""
-ALONE: Arm = ("", 0)
-ArmRounds = dict[Arm, list[Round]]
-"""The timed rounds of each arm."""
+ALONE: VariantKey = ("", 0)
+VariantRounds = dict[VariantKey, list[Round]]
+"""The timed rounds of each variant."""
 ROUNDS, TURNS = 5, 8
 """Rounds that are timed in a row, and turns over all lengths, whose differences give the error of the seconds."""
 ROOM = 5
@@ -63,7 +63,7 @@ class _Fixed(Drafter):
     def retrieve(self, row: int, room: int) -> Draft | None:
         tokens, first = self.context.texts[row].tokens, self._drafted
         self._drafted += min(self._draft_length, room)  # other tokens in each round
-        return Draft.chain([tokens[place % len(tokens)] for place in range(first, self._drafted)])
+        return Draft.chain([tokens[index % len(tokens)] for index in range(first, self._drafted)])
 
 
 def pass_costs(
@@ -82,7 +82,7 @@ def pass_costs(
 
 
 def _computing(drafters: dict[str, Drafter]) -> dict[str, Drafter]:
-    """Return the drafters to time: of a hybrid the one that computes, since copies cost only the target's pass."""
+    """Return the drafters to time: of a hybrid the one that computes, since retrieval takes no passes of its own."""
     networks = {name: one.drafter if isinstance(one, Hybrid) else one for name, one in drafters.items()}
     return {name: network for name, network in networks.items() if not network.only_retrieves}
 
@@ -127,11 +127,12 @@ def measure_hardware(
     those besides chains whose rounds are timed. `shown`: name of the stage that is shown on stderr.
     """
     drafters = _computing(drafters)
-    arms = _arms(target, drafters, costs, draft_length, policies)
-    with stage(shown, len(batches) * (TURNS + 1) * (len(arms) - 1), shown=bool(shown)) as done:
-        of_batch = {batch: _timed(arms, texts, batch, sampling, done) for batch in batches}
+    variants = _variants(target, drafters, costs, draft_length, policies)
+    with stage(shown, len(batches) * (TURNS + 1) * (len(variants) - 1), shown=bool(shown)) as done:
+        of_batch = {batch: _timed(variants, texts, batch, sampling, done) for batch in batches}
     together = {
-        b: {arm: [record for turn in timed for record in turn[arm]] for arm in arms} for b, timed in of_batch.items()
+        b: {key: [record for turn in timed for record in turn[key]] for key in variants}
+        for b, timed in of_batch.items()
     }
     profile = profile_of(together)
     require_known(profile, drafters)
@@ -143,26 +144,26 @@ def measure_hardware(
     }
 
 
-def _arms(
+def _variants(
     target: PreTrainedModel,
     drafters: dict[str, Drafter],
     costs: dict[str, Costs],
     draft_length: int,
     policies: Mapping[str, Sequence[Policy]],
-) -> dict[Arm, "TimedVariant"]:
+) -> dict[VariantKey, "TimedVariant"]:
     """Return the timed variants: the target alone, its passes over drafts, and the rounds of each drafter."""
-    arms: dict[Arm, TimedVariant] = {ALONE: TimedVariant(target)}
-    arms |= {("", length): TimedVariant(target, _Fixed(length), length, costs[TARGET]) for length in LENGTHS}
+    variants: dict[VariantKey, TimedVariant] = {ALONE: TimedVariant(target)}
+    variants |= {("", length): TimedVariant(target, _Fixed(length), length, costs[TARGET]) for length in LENGTHS}
     for name, drafter in drafters.items():
         longest = min(draft_length, drafter.max_draft_length or draft_length)
         reached = [length for length in LENGTHS if length <= longest]
-        arms |= {(name, length): TimedVariant(target, drafter, length, costs[name]) for length in reached}
+        variants |= {(name, length): TimedVariant(target, drafter, length, costs[name]) for length in reached}
         for policy in policies.get(name, ()):
-            arms[name, str(policy)] = TimedVariant(target, drafter, policy.longest, costs[name], policy)
-    return arms
+            variants[name, str(policy)] = TimedVariant(target, drafter, policy.longest, costs[name], policy)
+    return variants
 
 
-def profile_of(rounds: dict[int, ArmRounds]) -> Profile:
+def profile_of(rounds: dict[int, VariantRounds]) -> Profile:
     """Return the profile in which a round of every timed draft length, and of every other policy, costs its mean.
 
     `rounds`: of each variant, by batch size.
@@ -196,11 +197,11 @@ def profile_of(rounds: dict[int, ArmRounds]) -> Profile:
     return profile
 
 
-def _beyond(rounds: dict[int, ArmRounds], drafter: str, costs: Costs) -> dict[str, dict[int, float]]:
+def _beyond(rounds: dict[int, VariantRounds], drafter: str, costs: Costs) -> dict[str, dict[int, float]]:
     """Return by policy and batch size the seconds of its rounds beyond those of chains."""
     beyond: defaultdict[str, dict[int, float]] = defaultdict(dict)
-    for batch, arms in rounds.items():
-        for (owner, policy), records in arms.items():
+    for batch, variants in rounds.items():
+        for (owner, policy), records in variants.items():
             if owner == drafter and isinstance(policy, str) and records:
                 beyond[policy][batch] = fmean(
                     r.seconds - costs.round_seconds(r.drafted, r.depth, batch) for r in records
@@ -289,27 +290,27 @@ class TimedVariant:
 
 
 def _timed(
-    arms: dict[Arm, TimedVariant],
+    variants: dict[VariantKey, TimedVariant],
     texts: Sequence[TargetText],
     batch: int,
     sampling: Sampling,
     done: Callable[[], None],
-) -> list[ArmRounds]:
+) -> list[VariantRounds]:
     """Return the rounds of every variant in each turn except the first, which allocates memory and chooses kernels.
 
     The target alone is timed repeatedly in each turn, since every speedup is relative to it. Each turn begins with
     another variant and uses other texts, whose prompts all variants share. `done` is called after each variant.
     """
-    turns: list[ArmRounds] = []
-    others = [key for key in arms if key != ALONE]
+    turns: list[VariantRounds] = []
+    others = [key for key in variants if key != ALONE]
     read: ReadPrompts = {}
     for turn in range(TURNS + 1):
-        timed: ArmRounds = {key: [] for key in arms}
+        timed: VariantRounds = {key: [] for key in variants}
         first = turn * len(others) // (TURNS + 1)
         together = [texts[(turn * batch + row) % len(texts)] for row in range(batch)]
-        for place, key in enumerate([*others[first:], *others[:first]]):
-            for variant in (ALONE, key) if place % 4 == 0 else (key,):
-                timed[variant] += arms[variant].rounds(together, sampling, turn, read)
+        for number, key in enumerate([*others[first:], *others[:first]]):
+            for next_key in (ALONE, key) if number % 4 == 0 else (key,):
+                timed[next_key] += variants[next_key].rounds(together, sampling, turn, read)
             done()
         end(read)
         turns.append(timed)

@@ -119,9 +119,7 @@ def _problem(error: ValidationError, where: str) -> str:
     if problem["type"] == "missing":
         return f"{key} is missing; expected seconds"
     if problem["type"] == "unexpected_keyword_argument":
-        return (
-            f"unknown key {key}; expected name, alone, verify or drafters, with draft, round and policies in a drafter"
-        )
+        return f"unknown key {key}; expected {EXPECTED}"
     return f"{key}={problem['input']!r}; expected {problem['msg'].removeprefix('Input should be ')}"
 
 
@@ -160,7 +158,7 @@ class ForecastRow(TypedDict):
     speed: list[ForecastSpeed]
 
 
-def numbers(
+def forecast_row(
     per_text: Sequence[ExpectedRounds],
     drafter: str,
     costs: Costs,

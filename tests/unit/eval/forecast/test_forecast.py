@@ -191,7 +191,7 @@ def test_a_hybrid_copies_or_drafts(shortest: int, target: LlamaForCausalLM) -> N
     settings = ForecastSettings(
         target="t", drafters={}, prompts="p", max_draft_length=2, max_new_tokens=60, policies=("chain:draft_length=2",)
     )
-    plans = dict(predict(target, drafter, [text], settings, Sampling(0.0)).plans)
+    plans = dict(predict(target, drafter, [text], settings, Sampling(0.0)).by_policy)
     assert plans[str(Chain(2))][0].rounds == len(out.rounds) < text.anchors
 
 

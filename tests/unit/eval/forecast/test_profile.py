@@ -13,7 +13,7 @@ from draftsmith.eval.forecast import hardware
 from draftsmith.eval.forecast.expected_rounds import ExpectedRounds
 from draftsmith.eval.forecast.hardware import ALONE as TARGET_ALONE
 from draftsmith.eval.forecast.hardware import LENGTHS, profile_of
-from draftsmith.eval.forecast.profile import numbers, profile_from, profile_values, timing_errors
+from draftsmith.eval.forecast.profile import forecast_row, profile_from, profile_values, timing_errors
 from draftsmith.heads.draft_model import EarlyExit
 from draftsmith.heads.retrieval import Hybrid, SuffixRetrieval
 
@@ -53,7 +53,7 @@ def test_the_interval_holds_the_true_speedup() -> None:
     for trial in range(TRIALS):
         some, machine = texts(rng), measured(rng)
         for name, profile_ in (("both", machine), ("texts", replace(machine, repeats=()))):
-            speed = numbers(some, "d", profile_, (1,), trial)["speed"][0]
+            speed = forecast_row(some, "d", profile_, (1,), trial)["speed"][0]
             low, high = speed["speedup_interval"]
             assert low < speed["speedup"] < high
             assert speed["timings"] == len(profile_.repeats)
@@ -69,7 +69,7 @@ def test_timings_that_agree_leave_what_they_do_not_explain() -> None:
     assert (timing_errors([1.5], 9, rng) == 1).all()
     one, exact = texts(rng)[:1], profile(ALONE, VERIFY, DRAFT)
     repeated = replace(exact, repeats=(exact,) * 4)
-    alone, both = (numbers(one, "d", which, (1,), 0)["speed"][0] for which in (exact, repeated))
+    alone, both = (forecast_row(one, "d", which, (1,), 0)["speed"][0] for which in (exact, repeated))
     assert alone["speedup_interval"] == [alone["speedup"]] * 2
     assert np.isclose(np.log(np.divide(*both["speedup_interval"][::-1])), 2 * 1.96 * 0.02, rtol=0.2)
 
@@ -146,7 +146,7 @@ def test_rounds_of_a_tree_cost_their_own_mean() -> None:
     assert np.isclose(found["d"].round_seconds(8, 0, 1, "tree"), 18 / 1000), "a copied draft is no tree"
     text = ExpectedRounds(20, 10.0, {(8, 2): 10.0}, np.zeros(2), np.zeros(2))
     speeds = {
-        policy: numbers([text], "d", found["d"], (1,), 0, policy)["speed"][0]["speedup"] for policy in ("", "tree")
+        policy: forecast_row([text], "d", found["d"], (1,), 0, policy)["speed"][0]["speedup"] for policy in ("", "tree")
     }
     assert np.isclose(speeds[""], 20 * 10 / (10 * 24))
     assert np.isclose(speeds["tree"], 20 * 10 / (10 * 29))
