@@ -164,9 +164,9 @@ def _at(curves: dict[int, dict[int, float]], batch: float, width: float) -> floa
 def interpolated(curve: dict[int, float], width: float) -> float:
     """Return the seconds at `width`: linear between measured widths, extrapolated from the last two."""
     widths = sorted(curve)
-    place = bisect_left(widths, width)
-    if len(widths) == 1 or (place < len(widths) and widths[place] == width):
-        return curve[widths[min(place, len(widths) - 1)]]
-    place = min(max(place, 1), len(widths) - 1)
-    low, high = widths[place - 1], widths[place]
+    index = bisect_left(widths, width)
+    if len(widths) == 1 or (index < len(widths) and widths[index] == width):
+        return curve[widths[min(index, len(widths) - 1)]]
+    index = min(max(index, 1), len(widths) - 1)
+    low, high = widths[index - 1], widths[index]
     return curve[low] + (curve[high] - curve[low]) * (width - low) / (high - low)

@@ -103,12 +103,13 @@ def compare_evaluations(a: StoredEvaluation, b: StoredEvaluation | None = None) 
     if b is not None:
         _require_comparable(a, b)
     comparisons = []
-    for place in sides[0]:
-        if place not in sides[1]:
+    for condition, ours in sides[0].items():
+        if condition not in sides[1]:
             continue
-        arms = [[arm for arm in side[place] if arm != BASELINE] for side in sides]
-        pairs = _pairs(*arms) if b is not None else list(combinations(arms[0], 2))
-        found = [_compare(sides[0][place], sides[1][place], pair, place, named=b is not None) for pair in pairs]
+        theirs = sides[1][condition]
+        variants = [[variant for variant in side if variant != BASELINE] for side in (ours, theirs)]
+        pairs = _pairs(*variants) if b is not None else list(combinations(variants[0], 2))
+        found = [_compare(ours, theirs, pair, condition, named=b is not None) for pair in pairs]
         if b is not None and (a.get("server") or b.get("server")):
             found = [replace(each, served=True) for each in found]
         comparisons += (
@@ -122,8 +123,8 @@ def compare_evaluations(a: StoredEvaluation, b: StoredEvaluation | None = None) 
 def _measured(evaluation: StoredEvaluation) -> dict[Condition, dict[Variant, Series]]:
     by_condition: dict[Condition, dict[Variant, Series]] = {}
     for entry in evaluation["measurements"]:
-        place = (entry["temperature"], entry["batch_size"])
-        by_condition.setdefault(place, {})[(entry["drafter"], entry["policy"])] = entry
+        condition = (entry["temperature"], entry["batch_size"])
+        by_condition.setdefault(condition, {})[(entry["drafter"], entry["policy"])] = entry
     if not by_condition:
         raise ConfigError("an eval.json without measurements (a model card's) cannot be compared; expected a report's")
     return by_condition
@@ -157,21 +158,26 @@ def _pairs(a: list[Variant], b: list[Variant]) -> list[tuple[Variant, Variant]]:
         return list(product(a, b))
     pairs = []
     for policy in common:
-        ours, theirs = ([arm for arm in side if arm[1] == policy] for side in (a, b))
-        same = [arm for arm in ours if arm in theirs]
-        pairs += [(arm, arm) for arm in same]
-        pairs += product(*([arm for arm in side if arm not in same] for side in (ours, theirs)))
+        ours, theirs = ([variant for variant in side if variant[1] == policy] for side in (a, b))
+        same = [variant for variant in ours if variant in theirs]
+        pairs += [(variant, variant) for variant in same]
+        pairs += product(*([variant for variant in side if variant not in same] for side in (ours, theirs)))
     return pairs
 
 
 def _compare(
-    a: dict[Variant, Series], b: dict[Variant, Series], arms: tuple[Variant, Variant], place: Condition, *, named: bool
+    a: dict[Variant, Series],
+    b: dict[Variant, Series],
+    variants: tuple[Variant, Variant],
+    condition: Condition,
+    *,
+    named: bool,
 ) -> Comparison:
     """Compare two variants by units: each resample has the same prompts on both sides.
 
     Repeats are drawn separately for two files, and together for one file, whose variants were measured side by side.
     """
-    one, other = a[arms[0]], b[arms[1]]
+    one, other = a[variants[0]], b[variants[1]]
     if one["units"] != other["units"]:
         raise ConfigError(f"batches={one['units']} in A, {other['units']} in B; expected the same")
     if len(one["units"]) < 2:
@@ -180,8 +186,8 @@ def _compare(
     draws = Resamples.of(one, rng)
     other_draws = draws.with_repeats_of(other, rng) if named else draws
     taus = resampled_taus(one, draws), resampled_taus(other, other_draws)
-    name_a, name_b = (f"{drafter} ({short_policy(policy)})" for drafter, policy in arms)
-    temperature, batch_size = place
+    name_a, name_b = (f"{drafter} ({short_policy(policy)})" for drafter, policy in variants)
+    temperature, batch_size = condition
     return Comparison(
         f"A's {name_a}" if named else name_a,
         f"B's {name_b}" if named else name_b,
@@ -204,14 +210,14 @@ def _speedups(
 
 
 def _explained(
-    comparison: Comparison, a: StoredEvaluation, b: StoredEvaluation, arms: tuple[Variant, Variant]
+    comparison: Comparison, a: StoredEvaluation, b: StoredEvaluation, variants: tuple[Variant, Variant]
 ) -> Comparison:
     """Add the likely causes where an engine and the local decoder differ in tau."""
     if bool(a.get("server")) == bool(b.get("server")) or not comparison.tau.real:
         return comparison
     last = bool(b.get("server"))
     local, served = (a, b) if last else (b, a)
-    ordered = arms if last else (arms[1], arms[0])
+    ordered = variants if last else (variants[1], variants[0])
     sides = Sides(local, served, ordered, comparison.temperature, comparison.batch_size)
     return replace(comparison, cause=explained(sides, lower=(comparison.tau.ratio < 1) == last))
 

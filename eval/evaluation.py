@@ -22,8 +22,8 @@ from draftsmith.eval.results import (
     EVALUATION,
     ContextBin,
     DivergenceKind,
-    DivergencePlace,
     Evaluation,
+    FirstDivergence,
     Guard,
     PlainSpeeds,
     ResultRow,
@@ -175,13 +175,13 @@ def _rows(run: EvaluationRun, arm: Variant, decoder: SpeculativeDecoder) -> list
 
 
 def _explained(
-    run: EvaluationRun, place: DivergencePlace, cell: Cell, text: TextRecord, own: list[int]
-) -> DivergencePlace:
-    """Return the place with its kind: whether rounding explains that a greedy text differs there from the target's."""
+    run: EvaluationRun, first: FirstDivergence, cell: Cell, text: TextRecord, own: list[int]
+) -> FirstDivergence:
+    """Return the divergence with its kind: whether rounding explains that a greedy text differs there."""
     (prompt,) = (asked for asked in run.asked(cell.key[1]) if asked.id == text.prompt)
     found = divergences(run.target, prompt, text.tokens, own)
-    kind: DivergenceKind = next(divergence.kind for divergence in found if divergence.position == place["position"])
-    return {"prompt": text.prompt, "position": place["position"], "kind": kind}
+    kind: DivergenceKind = next(divergence.kind for divergence in found if divergence.position == first["position"])
+    return {"prompt": text.prompt, "position": first["position"], "kind": kind}
 
 
 REPETITIVE = 0.3

@@ -49,12 +49,12 @@ class Sides:
     """A local and a served measurement of one drafter at one temperature and number of requests.
 
     Args:
-        arms: the names and policies in the local and in the served measurement.
+        variants: the names and policies in the local and in the served measurement.
     """
 
     local: StoredEvaluation
     served: StoredEvaluation
-    arms: tuple[Variant, Variant]
+    variants: tuple[Variant, Variant]
     temperature: float
     batch: int
 
@@ -63,20 +63,20 @@ class Sides:
         at = self.temperature if temperature is None else temperature
         ours = next((row["acceptance_at"] for row in self.local["rows"] if self._is_local(row, at)), [])
         rows = self.served.get("server", [])
-        place = (at, self.batch)
-        return ours, next((r["acceptance_at"] for r in rows if (r["temperature"], r["concurrency"]) == place), [])
+        condition = (at, self.batch)
+        return ours, next((r["acceptance_at"] for r in rows if (r["temperature"], r["concurrency"]) == condition), [])
 
     def _is_local(self, row: Any, temperature: float) -> bool:
-        place = (row["drafter"], row["policy"], row["temperature"], row["batch_size"], row["category"])
-        return place == (*self.arms[0], temperature, self.batch, OVERALL)
+        key = (row["drafter"], row["policy"], row["temperature"], row["batch_size"], row["category"])
+        return key == (*self.variants[0], temperature, self.batch, OVERALL)
 
     @property
     def drafter_type(self) -> str:
-        return next((row["drafter_type"] for row in self.local["rows"] if row["drafter"] == self.arms[0][0]), "")
+        return next((row["drafter_type"] for row in self.local["rows"] if row["drafter"] == self.variants[0][0]), "")
 
     def config(self) -> dict[str, Any]:
         """Return the drafter's `config.json`; empty where its folder is not here."""
-        folder = Path(self.local["settings"].get("drafters", {}).get(self.arms[0][0], ""))
+        folder = Path(self.local["settings"].get("drafters", {}).get(self.variants[0][0], ""))
         try:
             read = read_json(folder / "config.json")
         except (OSError, ValueError):
@@ -86,10 +86,10 @@ class Sides:
     def greedy_lengths(self) -> np.ndarray | None:
         """Return served minus local tokens of each batch at T=0, where texts are equal; None unless both have them."""
         tokens = []
-        for side, arm in zip((self.local, self.served), self.arms, strict=True):
+        for side, variant in zip((self.local, self.served), self.variants, strict=True):
             for series in side["measurements"]:
-                place = (series["drafter"], series["policy"], series["temperature"], series["batch_size"])
-                if place == (*arm, 0.0, self.batch):
+                key = (series["drafter"], series["policy"], series["temperature"], series["batch_size"])
+                if key == (*variant, 0.0, self.batch):
                     tokens.append(np.array(series["tokens"])[:, 0])
         same = len(tokens) == 2 and tokens[0].shape == tokens[1].shape
         return tokens[1] - tokens[0] if same else None
@@ -146,7 +146,7 @@ def _of_texts(sides: Sides) -> Iterator[Cause]:
 
 
 def _of_target(sides: Sides) -> Iterator[Cause]:
-    names = [str(sides.local["settings"].get("target", "")), sides.arms[1][0]]
+    names = [str(sides.local["settings"].get("target", "")), sides.variants[1][0]]
     marked = [name for name in names if QUANTISED.search(Path(name).name)]
     dtype = sides.local["settings"].get("dtype", "float32")
     test = "draftsmith eval with the engine's dtype, or with the target that it serves"

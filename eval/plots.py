@@ -127,11 +127,11 @@ def plot_speedup(rows: Rows, part: str) -> Plot:
     title = f"{best['drafter']} decodes {best['speedup']:.2f}x as fast as the target alone at T={best['temperature']:g}"
     names = distinct(row["drafter"] for row in rows)
     figure, axis = plt.subplots(figsize=(8, 1.4 + BAR * len(rows)))
-    for place, row in enumerate(rows):
+    for line, row in enumerate(rows):
         low, high = row["speedup_interval"] or (row["speedup"], row["speedup"])
-        axis.barh(place, row["speedup"], height=0.7, color=colour_of(row["drafter"], names))
-        axis.hlines(place, low, high, color="black", linewidth=1.4)
-        axis.annotate(f"{row['speedup']:.2f}x", (max(high, row["speedup"]), place), (5, 0), va="center", **OFFSET)
+        axis.barh(line, row["speedup"], height=0.7, color=colour_of(row["drafter"], names))
+        axis.hlines(line, low, high, color="black", linewidth=1.4)
+        axis.annotate(f"{row['speedup']:.2f}x", (max(high, row["speedup"]), line), (5, 0), va="center", **OFFSET)
     axis.axvline(1, color="black", linewidth=1, linestyle="--", label="target alone")
     axis.set_yticks(range(len(rows)), [variant_name(row, rows) for row in rows])
     axis.invert_yaxis()

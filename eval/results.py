@@ -63,7 +63,7 @@ DivergenceKind = Literal["near tie", "bug", "difference not judged"]
 """Whether rounding explains a greedy token that is not the target's; not judged if the pass that measures it failed."""
 
 
-class DivergencePlace(TypedDict):
+class FirstDivergence(TypedDict):
     """The first token of a greedy text that differs from the target's own text."""
 
     prompt: str
@@ -107,7 +107,7 @@ class ResultRow(TypedDict):
     repeated_4grams: FiniteFloat
     greedy_identical: NotRequired[list[int]]
     """At temperature 0: greedy texts that equal the target's own, and all of them."""
-    first_divergence: NotRequired[DivergencePlace | None]
+    first_divergence: NotRequired[FirstDivergence | None]
     by_context: NotRequired[list[ContextBin]]
 
 
@@ -208,20 +208,20 @@ def by_context(texts: Iterable[TextRecord]) -> list[ContextBin]:
             continue  # from a journal of a version that did not store it
         for number, kinds in enumerate(text.rounds):
             if number:  # the first string is the token that the prefill gave
-                place = (length // SHORTEST).bit_length()
+                index = (length // SHORTEST).bit_length()
                 accepted = kinds.count(ACCEPTED)
                 values = (1, len(kinds), accepted, accepted + kinds.count(CORRECTION))
-                counts[place] = [a + b for a, b in zip(counts.get(place, (0,) * 4), values, strict=True)]
+                counts[index] = [a + b for a, b in zip(counts.get(index, (0,) * 4), values, strict=True)]
             length += len(kinds)
     return [
         {
-            "start": SHORTEST << place >> 1 if place else 0,
-            "end": SHORTEST << place,
+            "start": SHORTEST << index >> 1 if index else 0,
+            "end": SHORTEST << index,
             "rounds": rounds,
             "tau": tokens / rounds,
             "accepted": accepted / tested if tested else 0.0,
         }
-        for place, (rounds, tokens, accepted, tested) in sorted(counts.items())
+        for index, (rounds, tokens, accepted, tested) in sorted(counts.items())
     ]
 
 
@@ -235,15 +235,15 @@ def repeated_4grams(texts: list[list[int]]) -> float:
     return repeated / total if total else 0.0
 
 
-def greedy_identity(baseline: Sequence[Cell], speculative: Sequence[Cell]) -> tuple[list[int], DivergencePlace | None]:
-    """Return [greedy texts that equal the target's own, all texts], and the place of the first difference."""
+def greedy_identity(baseline: Sequence[Cell], speculative: Sequence[Cell]) -> tuple[list[int], FirstDivergence | None]:
+    """Return [greedy texts that equal the target's own, all texts], and the first difference."""
     texts, differing = sum(len(cell.texts) for cell in speculative), differing_texts(baseline, speculative)
-    first: DivergencePlace | None = None
+    first: FirstDivergence | None = None
     if differing:
         _, text, own = differing[0]
         pairs = enumerate(zip(own, text.tokens, strict=False))
-        place = next((i for i, (x, y) in pairs if x != y), min(len(own), len(text.tokens)))
-        first = {"prompt": text.prompt, "position": place}
+        position = next((i for i, (x, y) in pairs if x != y), min(len(own), len(text.tokens)))
+        first = {"prompt": text.prompt, "position": position}
     return [texts - len(differing), texts], first
 
 
@@ -311,7 +311,7 @@ class Evaluation:
     notes: list[str] = field(default_factory=list)
     guards: list[Guard] = field(default_factory=list)
     measurements: list[Series] = field(default_factory=list)
-    """The numbers from which rows are computed, for comparisons prompt by prompt."""
+    """The sums from which rows are computed, for comparisons prompt by prompt."""
     samples: list[TextSample] = field(default_factory=list)
     identity: dict[str, Any] = field(default_factory=dict)
     plain: PlainSpeeds | None = None

@@ -274,8 +274,8 @@ def _other_layers(layers: tuple[int, ...], depth: int) -> Iterator[tuple[str, tu
     tried = {layers}
     for shift, words in ((-1, "lower"), (1, "higher")):
         options = [(f"layer ids one {words}", tuple(layer + shift for layer in layers))]
-        for place, layer in enumerate(layers):
-            one = (*layers[:place], layer + shift, *layers[place + 1 :])
+        for index, layer in enumerate(layers):
+            one = (*layers[:index], layer + shift, *layers[index + 1 :])
             options.append((f"layer id {layer + shift} in place of {layer}", one))
         for convention, others in options:
             if others not in tried and _within(others, depth):

@@ -178,9 +178,9 @@ def _adapter(folder: Path, section: dict[str, Any]) -> Path | None:
     """Return the adapter of a target that was trained jointly with the drafter; ConfigError if it is missing."""
     if not section["target"].get("quality"):
         return None
-    for place in (folder / TARGET, run_of(folder) / TARGET):
-        if (place / "adapter_config.json").is_file():
-            return place
+    for path in (folder / TARGET, run_of(folder) / TARGET):
+        if (path / "adapter_config.json").is_file():
+            return path
     raise ConfigError(
         f"{folder} was trained together with its target, and the adapter is missing; expected the folder "
         f"{run_of(folder) / TARGET}"
@@ -189,17 +189,17 @@ def _adapter(folder: Path, section: dict[str, Any]) -> Path | None:
 
 def _measured(publication: Publication) -> "tuple[StoredEvaluation, str] | None":
     """Return the measurement and the drafter's name in it: the given one, the one with this folder, or the only one."""
-    place = publication.evaluation
-    if place is None and (publication.folder / EVALUATION).is_file():
-        place = publication.folder / EVALUATION
-    if place is None:
+    path = publication.evaluation
+    if path is None and (publication.folder / EVALUATION).is_file():
+        path = publication.folder / EVALUATION
+    if path is None:
         return None
     from draftsmith.eval.results import read_evaluation  # loads the decoder: only where there is one
 
-    evaluation = read_evaluation(place)
+    evaluation = read_evaluation(path)
     if evaluation.get("server"):  # its rows name no type and no weights
         raise ConfigError(
-            f"{place} was measured on a server, which does not tell which drafter it has; expected the eval.json of "
+            f"{path} was measured on a server, which does not tell which drafter it has; expected the eval.json of "
             "draftsmith eval"
         )
     named = evaluation["settings"]["drafters"]
@@ -210,20 +210,18 @@ def _measured(publication: Publication) -> "tuple[StoredEvaluation, str] | None"
     only = [name for name in measured if len(measured) == 1 and not Path(named[name]).is_dir()]
     candidates = [publication.measured_as] if publication.measured_as else own or only
     if len(candidates) != 1 or candidates[0] not in measured:
-        given = f"measured_as={publication.measured_as!r}" if publication.measured_as else str(place)
+        given = f"measured_as={publication.measured_as!r}" if publication.measured_as else str(path)
         raise ConfigError(
             f"{given}; expected --as with one of the drafters measured there: {', '.join(sorted(measured))}"
         )
     name, kind = candidates[0], checkpoint_section(publication.folder)["type"]
     if measured[name] != kind:
-        raise ConfigError(f"{place}: {name} is a drafter of type {measured[name]}; expected {kind}, as this one is")
+        raise ConfigError(f"{path}: {name} is a drafter of type {measured[name]}; expected {kind}, as this one is")
     then, weights = evaluation["identity"].get("drafters", {}).get(name), publication.folder / WEIGHTS
     # Unknown for draft models, and in float16.
     known = then is not None and kind != DraftModel.type and evaluation["settings"]["dtype"] != "float16"
     if known and weights.is_file() and then != weights_fingerprint(load_file(weights)):
-        raise ConfigError(
-            f"{place}: {name} had other weights than {publication.folder} has; expected it measured again"
-        )
+        raise ConfigError(f"{path}: {name} had other weights than {publication.folder} has; expected it measured again")
     return evaluation, name
 
 

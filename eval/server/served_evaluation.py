@@ -71,7 +71,7 @@ def measure_server(settings: ServedSettings, out: Path, *, overwrite: bool = Fal
             alone = _stored_baseline(baseline, grid, identity["prompts"])
         measure_in_turns(runs, grid, {"prompts": identity["prompts"], "servers": urls, **time_of(prompts)})
         if len(runs) > 1:
-            alone = {place: series_of(grid.cells(BASELINE, *place), grid.units(place[1])) for place in grid.conditions}
+            alone = {at: series_of(grid.cells(BASELINE, *at), grid.units(at[1])) for at in grid.conditions}
         result = _evaluation(grid, name, alone, identity, server.base_url)
         result = replace(result, notes=[*left_out, *run.notes, *result.notes])
         with writing(out, KEPT):
@@ -97,12 +97,14 @@ def _stored_baseline(baseline: str, grid: Grid[ServedCell], prompts: str) -> dic
     if any(entry["policy"] == ENGINE for entry in alone):
         raise ConfigError(f"baseline={baseline} was measured on a server that drafts; expected one without a drafter")
     found = {(entry["temperature"], entry["batch_size"]): entry for entry in alone}
-    for place in grid.conditions:
-        units, repeats = grid.units(place[1]), grid.settings.repeats
-        if place not in found or found[place]["units"] != units or len(found[place]["tokens"][0]) != repeats:
+    repeats = grid.settings.repeats
+    for temperature, concurrency in grid.conditions:
+        series = found.get((temperature, concurrency))
+        if series is None or series["units"] != grid.units(concurrency) or len(series["tokens"][0]) != repeats:
             raise ConfigError(
-                f"baseline={baseline} has no {repeats} repeats of these prompts at T={place[0]:g}, concurrency "
-                f"{place[1]}; expected a measurement with the same --temperature, --concurrency, --repeats and --count"
+                f"baseline={baseline} has no {repeats} repeats of these prompts at T={temperature:g}, concurrency "
+                f"{concurrency}; expected a measurement with the same --temperature, --concurrency, --repeats and "
+                "--count"
             )
     return found
 
@@ -113,11 +115,11 @@ def _evaluation(
     """Return the result; `alone`: the target alone, where it was measured."""
     rows: list[ServerRow] = []
     measurements: list[Series] = []
-    measured = [grid.cells((name, ""), *place) for place in grid.conditions]
+    measured = [grid.cells((name, ""), *condition) for condition in grid.conditions]
     batches = [cell.numbers for cells in measured for cell in cells]
     counted = any(numbers.drafts for numbers in batches)
-    for place, cells in zip(grid.conditions, measured, strict=True):
-        series, base = series_of(cells, grid.units(place[1])), alone.get(place)
+    for condition, cells in zip(grid.conditions, measured, strict=True):
+        series, base = series_of(cells, grid.units(condition[1])), alone.get(condition)
         series["policy"] = ENGINE if counted else ""
         rows.append(server_row(series, base, cells, seed=grid.settings.seed, counted=counted))
         measurements += [series] if base is None else [series, {**base, "drafter": BASELINE[0], "policy": BASELINE[1]}]
