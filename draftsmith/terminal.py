@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, Thread
-from typing import Any
+from typing import Any, Self
 
 import jinja2
 from markupsafe import Markup
@@ -52,6 +52,12 @@ class Terminal(Console):
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)
 
+    @classmethod
+    def for_tables(cls) -> Self:
+        """Return the terminal of stdout; where that is a file, it is as wide as tables need."""
+        console = cls()
+        return console if console.is_terminal else cls(width=110)
+
     def on_broken_pipe(self) -> None:
         """Raise the error again; rich would leave with exit code 1, which is a verdict of `check`."""
         raise BrokenPipeError
@@ -60,6 +66,11 @@ class Terminal(Console):
         for segment in super().render(renderable, options):
             plain = segment.control or not self.is_terminal
             yield segment if plain else segment._replace(text=printable(segment.text))
+
+
+def interval(values: list[float] | None, digits: int) -> str:
+    """Format an interval as `[1.70, 1.86]`, and None as an empty string."""
+    return "" if values is None else f"[{values[0]:.{digits}f}, {values[1]:.{digits}f}]"
 
 
 def clock(seconds: float) -> str:

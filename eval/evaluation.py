@@ -17,7 +17,7 @@ from draftsmith.eval.harness import CALIBRATION, EvaluationRun
 from draftsmith.eval.journal import ACCEPTED, BONUS, CORRECTION, JOURNAL, KEPT, OWN, Cell, Journal, TextRecord, begun
 from draftsmith.eval.lossless.greedy import divergences
 from draftsmith.eval.prompts import OVERALL, Prompt, PromptRows
-from draftsmith.eval.report import check_report_folder, interval, summary_table, verdict, write_report
+from draftsmith.eval.report import check_report_folder, summary_table, verdict, write_report
 from draftsmith.eval.results import (
     EVALUATION,
     ContextBin,
@@ -39,7 +39,7 @@ from draftsmith.metrics import few_units, tau
 from draftsmith.option_fields import check_options
 from draftsmith.provenance import environment
 from draftsmith.storage import hold_folder, writing
-from draftsmith.terminal import Terminal, stage
+from draftsmith.terminal import Terminal, interval, stage
 
 PROMPTS, TOKENS = 3, 160
 """Texts per variant and temperature, and tokens shown of each."""
@@ -379,7 +379,7 @@ def measure(
 
 def show(evaluation: Evaluation, out: Path) -> None:
     """Print the table, the guards, the notes and the place of the report."""
-    console = Terminal(width=None if Terminal().is_terminal else 110)
+    console = Terminal.for_tables()
     console.print(summary_table(evaluation))
     for line in verdict(evaluation.rows):
         console.print(line)

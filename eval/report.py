@@ -15,7 +15,7 @@ from draftsmith.eval.results import EVALUATION, Evaluation, ResultRow, read_eval
 from draftsmith.eval.settings import ANOTHER, Settings, require_same_settings
 from draftsmith.metrics import FEW, often_tested
 from draftsmith.storage import write_json, write_text
-from draftsmith.terminal import markdown_environment, printable
+from draftsmith.terminal import interval, markdown_environment, printable
 
 MOST_POSITIONS = 16
 """Columns of acceptance by draft position; a hybrid's copies may be twice as long."""
@@ -48,11 +48,6 @@ def summary_table(evaluation: Evaluation) -> Table:
             *(f"{100 * share:.0f} %" for share in (row["draft_share"], row["verify_share"], row["overhead_share"])),
         )
     return table
-
-
-def interval(values: list[float] | None, digits: int) -> str:
-    """Format an interval as `[1.70, 1.86]`, and None as an empty string."""
-    return "" if values is None else f"[{values[0]:.{digits}f}, {values[1]:.{digits}f}]"
 
 
 def check_report_folder(out: Path, settings: Settings) -> None:

@@ -30,7 +30,7 @@ from draftsmith.heads.formats.transformers import CODE
 from draftsmith.heads.untrusted import read_config, shapes_in
 from draftsmith.reading import dump_yaml
 from draftsmith.storage import write_json, write_text
-from draftsmith.terminal import markdown_environment
+from draftsmith.terminal import interval, markdown_environment
 
 if TYPE_CHECKING:
     from draftsmith.eval.results import ResultRow, StoredEvaluation
@@ -203,8 +203,6 @@ def write_card(
 
 
 def _render(**values: Any) -> str:
-    from draftsmith.eval.report import interval
-
     environment = markdown_environment(interval=interval)
     environment.trim_blocks = True
     environment.filters["last_part"] = last_part

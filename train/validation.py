@@ -16,6 +16,7 @@ from draftsmith.distill.dataset import HeldOut
 from draftsmith.distill.teacher import Batch
 from draftsmith.heads.base import Drafter
 from draftsmith.metrics import RESAMPLES, acceptance_at, alpha, percentiles, position_counts, ratio, tau
+from draftsmith.terminal import interval
 from draftsmith.train.engine import reduced
 from draftsmith.train.launch import RunContext
 from draftsmith.train.process import Stopping
@@ -178,7 +179,7 @@ class TauEstimate(NamedTuple):
     interval: list[float]
 
     def __str__(self) -> str:
-        return f"{self.value:.2f} [{self.interval[0]:.2f}, {self.interval[1]:.2f}]"
+        return f"{self.value:.2f} {interval(self.interval, 2)}"
 
 
 def tau_estimate(tokens_P: NDArray, rounds_P: NDArray) -> TauEstimate:
@@ -224,7 +225,7 @@ def early_end(
     rise = None if window is None or decaying else tau_rise(tokens_EP, rounds_EP, window)
     if rise is None or rise.interval[0] > 0:
         return None
-    reason = f"tau has stopped rising: {rise.value:+.2f} [{rise.interval[0]:.2f}, {rise.interval[1]:.2f}] "
+    reason = f"tau has stopped rising: {rise.value:+.2f} {interval(rise.interval, 2)} "
     reason += f"from {window} evaluations to the next {window}"
     end = step + settings.decay_steps if settings.schedule == "wsd" else step
     return None if end >= settings.steps else (end, reason)
@@ -267,5 +268,4 @@ def table_by_source(statistics: Mapping[str, Mapping[str, Any]], step: int) -> T
 def _tau_of(own: Mapping[str, Any]) -> str:
     if "tau" not in own:
         return ""
-    low, high = own["interval"]
-    return f"{own['tau']:.2f}" + (f" [{low:.2f}, {high:.2f}]" if own["prompts"] > 1 else "")
+    return f"{own['tau']:.2f}" + (f" {interval(own['interval'], 2)}" if own["prompts"] > 1 else "")

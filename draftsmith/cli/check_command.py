@@ -119,7 +119,7 @@ def _show(checked: "Check", out: Path | None) -> None:
     from draftsmith.eval.lossless.check import sampling_table, sentences
     from draftsmith.terminal import Terminal
 
-    console = Terminal(width=None if Terminal().is_terminal else 110)
+    console = Terminal.for_tables()
     for arm in checked.arms:
         if arm.sampling is not None:
             console.print(sampling_table(arm, arm.sampling))

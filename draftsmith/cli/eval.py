@@ -65,7 +65,7 @@ def serve(
         result = measure_server(settings, out, overwrite=overwrite)
     if as_json:
         return print_json(result.as_json())
-    console = Terminal(width=None if Terminal().is_terminal else 110)
+    console = Terminal.for_tables()
     console.print(server_table(result))
     for note in result.notes:
         console.print(f"note: {note}")
@@ -97,7 +97,7 @@ def compare(
 
     read = [(folder, read_evaluation(folder)) for folder in (first, second) if folder is not None]
     comparisons = compare_evaluations(*(content for _, content in read))
-    console = Terminal(width=None if Terminal().is_terminal else 110)
+    console = Terminal.for_tables()
     console.print(comparison_table(comparisons))
     for comparison in comparisons:
         console.print(comparison.sentence)

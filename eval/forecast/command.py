@@ -61,7 +61,7 @@ def _write(predicted: Forecast, out: Path) -> None:
 
 def show(predicted: Forecast, out: Path | None) -> None:
     """Print the tables, the best policies, the notes and the place of the file."""
-    console = Terminal(width=None if Terminal().is_terminal else 110)
+    console = Terminal.for_tables()
     for batch in predicted.settings.batch_sizes:
         console.print(forecast_table(predicted, batch))
         console.print(verification_line(predicted, batch))

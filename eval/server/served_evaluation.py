@@ -19,7 +19,6 @@ from draftsmith.eval.harness import Grid
 from draftsmith.eval.journal import COUNTED, KEPT, Journal, Numbers, ServedCell, begun
 from draftsmith.eval.low_acceptance import no_better_than_random
 from draftsmith.eval.prompts import PromptRows, prompts_fingerprint, time_of
-from draftsmith.eval.report import interval
 from draftsmith.eval.results import EVALUATION, Evaluation, ServerRow, positions, read_evaluation, series_of
 from draftsmith.eval.server.counters import CounterRoutes
 from draftsmith.eval.server.measure import ServerRun, measure_in_turns
@@ -28,7 +27,7 @@ from draftsmith.heads.model_config import context_limit, vocabulary_of
 from draftsmith.metrics import Series, acceptance_at, alpha, few_units, intervals, ratio, speeds, speedup, tau
 from draftsmith.provenance import environment
 from draftsmith.storage import hold_folder, write_json, write_text, writing
-from draftsmith.terminal import markdown
+from draftsmith.terminal import interval, markdown
 
 ENGINE = "engine"
 """The policy of a served drafter in `eval.json`: the engine's own."""
