@@ -195,7 +195,6 @@ class Predicted:
     """The expected rounds of each text by the name of the policy."""
     policies: list[Policy]
     """The policies of `by_policy`; none for a drafter that only retrieves."""
-    tables: list[PositionStats]
     refused: list[str]
 
 
@@ -245,7 +244,7 @@ def predict(
             continue
         by_policy.append((PLAIN if policy is None else str(policy), per_text))
         predicted += [] if policy is None else [policy]
-    return Predicted(by_policy, predicted, tables, refused)
+    return Predicted(by_policy, predicted, refused)
 
 
 def candidates(drafter: Drafter, settings: ForecastSettings, *, trees: bool = True) -> list[Policy | None]:

@@ -232,7 +232,8 @@ def test_tables_reach_as_deep_as_the_deepest_policy(target: LlamaForCausalLM) ->
     assert max(policy.longest for policy in candidates(drafter, settings) if policy is not None) == 5
     (text,) = sample_texts(target, PROMPTS[:1], Sampling(0.0), max_new_tokens=NEW)
     predicted = predict(target, drafter, [text], settings, Sampling(0.0))
-    assert predicted.tables[0]["rank"].shape == (text.anchors, 5)
+    (rounds,) = dict(predicted.by_policy)["chain:draft_length=5"]
+    assert len(rounds.tested_K) == 5
     assert not predicted.refused
 
 
