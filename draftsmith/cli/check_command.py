@@ -121,7 +121,7 @@ def _show(checked: "Check", out: Path | None) -> None:
 
     console = Terminal.for_tables()
     for arm in checked.arms:
-        if arm.sampling is not None:
+        if arm.sampling is not None and arm.sampling.failure is None:
             console.print(sampling_table(arm, arm.sampling))
     for sentence in sentences(checked):
         console.print(sentence)

@@ -262,6 +262,8 @@ def _sampling(arm: VariantCheck, sampling: SamplingCheck) -> list[str]:
 
 
 def _why_inconclusive(arm: VariantCheck, sampling: SamplingCheck) -> str:
+    if sampling.failure is not None:
+        return f"not judged: the pass in twice the precision failed ({sampling.failure})."
     if sampling.rule.drafted == 0:
         return "nothing was drafted; other prompts are needed."
     if not sampling.control.rejects(sampling.level):
@@ -277,7 +279,7 @@ def report(checked: Check) -> str:
     lines = [f"# {checked.verdict.upper()}: {', '.join(map(markdown, settings.drafters))}", ""]
     lines += [f"- {markdown(' '.join(line.split()))}" for line in sentences(checked)]
     for arm in checked.arms:
-        if arm.sampling is not None:
+        if arm.sampling is not None and arm.sampling.failure is None:
             lines += ["", f"## Tests at T={arm.temperature:g}: {markdown(arm.drafter)}, {markdown(arm.policy)}", ""]
             lines += [f"| test | {' | '.join(COLUMNS)} |", "|---" * (1 + len(COLUMNS)) + "|"]
             lines += [f"| {' | '.join(markdown(cell.strip()) for cell in cells)} |" for cells in _rows(arm.sampling)]

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.rollback import cache_name
 from draftsmith.decode.decoder import SpeculativeDecoder
+from draftsmith.errors import DraftsmithError
 from draftsmith.eval.prompts import Prompt
 from draftsmith.eval.results import DivergenceKind
 from draftsmith.heads.hidden_states import inputs_for, prompt_positions
@@ -211,10 +212,9 @@ def divergences(
     try:
         with widened(target):
             exact_TV = logits()
-    except (RuntimeError, TypeError, ValueError) as error:  # too little memory, or kernels of one precision only
-        failure = f"{type(error).__name__}: {' '.join(str(error).split())[:MESSAGE]}"
+    except WiderPassFailed as error:
         for place, token in expected.items():
-            judged = (None, None, None, "difference not judged", failure)
+            judged = (None, None, None, "difference not judged", str(error))
             found.append(Divergence(prompt.id, place, tokens[place], token, *judged))
     else:
         bound_T = _bound([whole_TV, logits(1), logits(BLOCK)], exact_TV) + slack
@@ -255,15 +255,25 @@ def _bound(readings: list[Tensor], exact_TV: Tensor) -> Tensor:
     return MULTIPLE * errors_RTK.abs().amax((0, 2)).maximum(step_T)
 
 
+class WiderPassFailed(DraftsmithError):
+    """A pass in twice the precision failed."""
+
+
 @contextmanager
 def widened(model: PreTrainedModel) -> Iterator[None]:
-    """Give the weights and buffers of `model` twice the precision inside the context."""
+    """Give the weights and buffers of `model` twice the precision inside the context.
+
+    Raises:
+        WiderPassFailed: naming the error of a pass inside the context.
+    """
     wider = WIDER.get(model.dtype, torch.float64)
     kept = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
     try:
         for tensor, data in kept:
             tensor.data = data.to(wider)
         yield
+    except (RuntimeError, TypeError, ValueError) as error:  # too little memory, or kernels of one precision only
+        raise WiderPassFailed(f"{type(error).__name__}: {' '.join(str(error).split())[:MESSAGE]}") from error
     finally:
         for tensor, data in kept:
             tensor.data = data

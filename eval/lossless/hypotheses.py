@@ -1,13 +1,14 @@
 """Tests of the hypothesis that texts have the target's distribution, their power, and one verdict over all of them.
 
-Samples of the decoder (sampled_texts.py) and answers of a server (served_check.py) are tested alike: beside a sample of
-the rule there is a control of the same size, which is wrong on purpose, and p-values are corrected by Holm's method.
+Samples of the decoder (sampled_texts.py) and answers of a server (served_check.py) become `Evidence`, to which the same
+tests are applied: beside a sample of the rule there is a control of the same size, which is wrong on purpose, and
+p-values are corrected by Holm's method.
 Tail probabilities and power are in fp64, from torch's special functions.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Literal
 
@@ -23,6 +24,8 @@ LEAST = 10
 """Minimum of expected draws in a cell, for the chi-squared approximation (Cochran 1954 requires 5)."""
 ALL_TOKENS, JOINT, IMPOSSIBLE = "all tokens, by p", "continuations", "impossible tokens"
 String = tuple[int, ...]
+Terms = tuple[float, int, float]
+"""A chi-squared statistic, or a sum of them, its degrees of freedom, and the noncentrality that rounding may cause."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,32 @@ class RuleSample:
         return [test for test in self.tests if test.adjusted < level]
 
 
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """The statistics of one sample, whose distributions are known if its texts have the target's."""
+
+    tokens: int
+    uniform: Mapping[str, tuple[Tensor, float]] = field(default_factory=dict)
+    """By test, numbers that are uniform on [0, 1], and how far rounding may move their distribution."""
+    summed: Mapping[str, tuple[Terms, float]] = field(default_factory=dict)
+    """By test, chi-squared statistics, and the number of draws."""
+    impossible: int | None = None
+    """Tokens to which the target assigns probability 0; None: not known."""
+    tolerance: float = 0.0
+    drafted: int | None = None
+
+    def tested(self, level: float) -> RuleSample:
+        """Return every test, at a level for all of them together."""
+        level /= len(self.uniform) + len(self.summed) + (self.impossible is not None)
+        tests = [_uniform_test(name, *values, level) for name, values in self.uniform.items()]
+        tests += [_summed_test(name, *terms, level) for name, terms in self.summed.items()]
+        if self.impossible is not None:
+            tests.append(_impossible_test(self.impossible, self.tokens, self.tolerance, level))
+        adjusted = holm([test.p_value for test in tests])
+        tests = [replace(test, adjusted=value) for test, value in zip(tests, adjusted, strict=True)]
+        return RuleSample(tests, self.tokens, self.tolerance, self.drafted)
+
+
 @dataclass(frozen=True)
 class SamplingCheck:
     """Samples of the rule and of the control of the same size, and the verdict."""
@@ -67,6 +96,8 @@ class SamplingCheck:
     """Probability that a lossless rule is called lossy, over all tests."""
     rule: RuleSample
     control: RuleSample
+    failure: str | None = None
+    """The error that ended the pass in twice the precision: there are no tests then."""
 
 
 def judged(honest: RuleSample, control: RuleSample, level: float, *, lossless: bool = True) -> SamplingCheck:
@@ -80,27 +111,22 @@ def judged(honest: RuleSample, control: RuleSample, level: float, *, lossless: b
     return SamplingCheck(verdict, level, honest, control)
 
 
-def adjusted(tests: list[Test]) -> list[Test]:
-    """Return the tests of one sample with their p-values after Holm's correction."""
-    values = holm([test.p_value for test in tests])
-    return [replace(test, adjusted=value) for test, value in zip(tests, values, strict=True)]
-
-
-def uniform_test(name: str, u: Tensor, level: float, tolerance: float) -> Test:
+def _uniform_test(name: str, u: Tensor, tolerance: float, level: float) -> Test:
     """Return the KS test of u, whose distribution may be `tolerance` from uniform."""
     distance = ks_distance(u) if len(u) else 0.0
     p_value = ks_p_value(distance, len(u), tolerance)
     return Test(name, len(u), distance, p_value, ks_detects(len(u), level, POWER, tolerance))
 
 
-def summed_test(name: str, statistic: float, freedom: int, count: float, level: float, shift: float) -> Test:
+def _summed_test(name: str, terms: Terms, count: float, level: float) -> Test:
     """Return the test of a chi-squared statistic, or of a sum of them: `detects` is then the draws' mean."""
+    statistic, freedom, shift = terms
     p_value = chi_square_tail(statistic, freedom, shift) if freedom else 1.0
     detects = chi_square_detects(freedom, int(count), level, POWER, shift)
     return Test(name, int(count), statistic, p_value, detects)
 
 
-def impossible_test(impossible: int, count: int, tolerance: float, level: float) -> Test:
+def _impossible_test(impossible: int, count: int, tolerance: float, level: float) -> Test:
     """Test the number of tokens of probability zero, which top-k or top-p may have excluded."""
     share = max(tolerance, EDGE)
     critical = next(k for k in range(1, count + 2) if poisson_tail(k, count * share) < level)
@@ -223,16 +249,15 @@ Drawn = list[list[String]]
 NAMES = ("first token", "first two tokens", "first three tokens")
 
 
-def sample_tests(others: Drawn, by_place: bool, drawn: Drawn, level: float) -> list[Test]:
-    """Return the tests of continuations against others that are known to have the target's distribution.
+def against_others(others: Drawn, by_place: bool, drawn: Drawn) -> Evidence:
+    """Return how continuations compare with others that are known to have the target's distribution.
 
     Args:
         others: by context, as many as the tested ones, or more.
-        by_place: the first one, two and three tokens are tested, too; for texts, characters are no tokens.
-        level: for all tests together.
+        by_place: the first one, two and three tokens are compared, too; for texts, characters are no tokens.
     """
     depths = {JOINT: None, **({name: depth for depth, name in enumerate(NAMES, 1)} if by_place else {})}
-    tests = []
+    summed = {}
     for name, depth in depths.items():
         statistic, freedom, count = 0.0, 0, 0.0
         for ours, theirs in zip(drawn, others, strict=True):
@@ -240,8 +265,8 @@ def sample_tests(others: Drawn, by_place: bool, drawn: Drawn, level: float) -> l
             statistic, freedom = statistic + terms[0], freedom + terms[1]
             # n sum d^2 / p of one sample becomes n m / (n + m) sum d^2 / p of two.
             count += len(ours) * len(theirs) / (len(ours) + len(theirs))
-        tests.append(summed_test(name, statistic, freedom, count, level / len(depths), 0.0))
-    return tests
+        summed[name] = (statistic, freedom, 0.0), count
+    return Evidence(sum(len(text) for texts in drawn for text in texts), summed=summed)
 
 
 END = -1

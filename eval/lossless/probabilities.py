@@ -13,8 +13,10 @@ Short continuations of a prompt are tested against their exact probabilities, jo
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -27,12 +29,10 @@ from draftsmith.eval.lossless.hypotheses import (
     JOINT,
     LEAST,
     Drawn,
+    Evidence,
     String,
-    Test,
+    Terms,
     chi_square,
-    impossible_test,
-    summed_test,
-    uniform_test,
 )
 from draftsmith.eval.prompts import Prompt
 from draftsmith.eval.teacher_forced import vocabulary_size
@@ -72,13 +72,19 @@ def chunks(count: int, vocabulary: int, *, numbers: int = 2**25) -> Iterator[sli
 class SampledTarget:
     """Computes the target's p, after every processor, by plain forward passes.
 
+    Every statistic is computed from one reading of p; a second reading bounds its error by rounding.
+
     Args:
         ends: end tokens, of which servers do not return which one was chosen: they are one, and nothing follows it.
+        wide: the first reading is in twice the precision of the weights, and the second in their own; otherwise the
+            first is one pass, and the second token by token.
     """
 
-    def __init__(self, model: PreTrainedModel, sampling: Sampling, ends: frozenset[int] = frozenset()) -> None:
-        self.model, self._ends = model, sorted(ends)
-        self._processors = Processors(sampling)
+    def __init__(
+        self, model: PreTrainedModel, sampling: Sampling, ends: frozenset[int] = frozenset(), *, wide: bool = False
+    ) -> None:
+        self.model, self._ends, self._wide = model, sorted(ends), wide
+        self._processors, self._again = Processors(sampling), None if wide else 1
 
     def p(self, prompt: Prompt, texts_BT: Tensor, *, width: int | None = None) -> Tensor:
         """Return the distribution [B, T, V] of each token."""
@@ -96,9 +102,13 @@ class SampledTarget:
         p_BTV[..., end][over_BT] = 1.0
         return p_BTV
 
-    def padded(self, text: String, length: int) -> list[int]:
-        """Return a text of `length` tokens: one that has ended continues with its end."""
-        return [*text, *[self._ends[0] if self._ends else 0] * (length - len(text))]
+    def _first_reading(self) -> AbstractContextManager[None]:
+        return widened(self.model) if self._wide else nullcontext()
+
+    def _padded(self, texts: Sequence[String], length: int) -> Tensor:
+        """Return texts [B, T] of `length` tokens: one that has ended continues with its end."""
+        end = self._ends[0] if self._ends else 0
+        return torch.tensor([[*text, *[end] * (length - len(text))] for text in texts])
 
     def p_after(self, prompt: Prompt, strings: Sequence[String], *, width: int | None = None) -> Tensor:
         """Return p [n, V] after the prompt and each of `strings`, which have one length."""
@@ -109,17 +119,38 @@ class SampledTarget:
             rows.append(self.p(prompt, texts_nT, width=width)[:, -1])
         return torch.cat(rows)
 
-    def transformed(self, prompt: Prompt, texts_BT: Tensor, v: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return u [B, T] of each token in order of falling p, and whether p is zero there."""
-        parts: list[tuple[Tensor, Tensor]] = []
-        for part in chunks(len(texts_BT), vocabulary_size(self.model) * texts_BT.shape[1]):
-            p_NV, own_N = self.p(prompt, texts_BT[part]).flatten(0, 1), texts_BT[part].flatten()
-            own_N = own_N.to(p_NV.device)
-            v_N = torch.rand(len(own_N), generator=v, dtype=torch.float64).to(p_NV.device)
-            none_N = p_NV.gather(1, own_N[:, None])[:, 0] == 0
-            parts.append((transform(p_NV, own_N, v_N).cpu(), none_N.cpu()))
-        u_N, none_N = (torch.cat(values) for values in zip(*parts, strict=True))
-        return u_N.view(texts_BT.shape), none_N.view(texts_BT.shape)
+    def rounding(self, prompt: Prompt, texts: Sequence[String], length: int) -> float:
+        """Return the mean total variation between both readings of p, over texts of at most `length` tokens."""
+        texts_BT = self._padded(texts, length)
+        with self._first_reading():
+            p_BTV = self.p(prompt, texts_BT).double()
+        again_BTV = self.p(prompt, texts_BT, width=self._again).double()
+        return float((p_BTV - again_BTV).abs().sum(-1).mean() / 2)
+
+    def transformed(
+        self, prompt: Prompt, texts: Sequence[String], length: int, v: torch.Generator
+    ) -> tuple[list[Tensor], int]:
+        """Return u of the tokens of each text, in order of falling p, and the number of tokens where p is zero."""
+        u, impossible = list[Tensor](), 0
+        with self._first_reading():
+            for part in chunks(len(texts), vocabulary_size(self.model) * length):
+                texts_BT = self._padded(texts[part], length)
+                p_NV, own_N = self.p(prompt, texts_BT).flatten(0, 1), texts_BT.flatten()
+                own_N = own_N.to(p_NV.device)
+                v_N = torch.rand(len(own_N), generator=v, dtype=torch.float64).to(p_NV.device)
+                none_BT = (p_NV.gather(1, own_N[:, None])[:, 0] == 0).cpu().view(texts_BT.shape)
+                u_BT = transform(p_NV, own_N, v_N).cpu().view(texts_BT.shape)
+                for text, u_T, none_T in zip(texts[part], u_BT, none_BT, strict=True):
+                    u.append(u_T[: len(text)])
+                    impossible += int(none_T[: len(text)].sum())
+        return u, impossible
+
+    def compared(self, prompt: Prompt, texts: Sequence[String]) -> Terms:
+        """Return the statistic of the first `DEPTH` tokens of texts after a prompt, against their probabilities."""
+        with self._first_reading():
+            cells = partition(partial(self.p_after, prompt), len(texts))
+        strings = self._padded([text[:DEPTH] for text in texts], DEPTH).tolist()
+        return cells.compared(strings, partial(self.p_after, prompt, width=self._again))
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +175,7 @@ class Partition:
                 return self.others[beginning[:-1]]
         raise ValueError(f"a string of {len(string)} tokens ends within the tree; expected {DEPTH}")
 
-    def compared(self, strings: Sequence[Sequence[int]], again: Rows) -> tuple[float, int, float]:
+    def compared(self, strings: Sequence[Sequence[int]], again: Rows) -> Terms:
         """Return the chi-squared statistic of strings of `DEPTH` tokens, its degrees of freedom, and a noncentrality.
 
         Rounding may cause the last one: it follows from twice the difference to the probabilities of a second reading.
@@ -225,53 +256,38 @@ PLACES = ("first token", "second token", "third token")
 
 
 @dataclass(frozen=True)
-class ExactTests:
-    """Tests of the continuations of a server against p, which is computed in twice the precision of the weights.
+class AgainstTarget:
+    """The comparison of continuations with p, which is computed in twice the precision of the weights.
 
     Args:
         contexts: the prompts.
+        greedy: by context, the continuation on which the rounding of p is measured.
         length: the tokens of a continuation that has not ended.
     """
 
     target: SampledTarget
     contexts: list[Prompt]
+    greedy: Sequence[String]
     length: int
     seed: int
 
-    def tolerance(self, greedy: Sequence[String]) -> float:
-        """Return twice the mean total variation between p in the target's own precision and in the wider one.
+    @cached_property
+    def tolerance(self) -> float:
+        """Twice the mean total variation between p in the target's own precision and in the wider one."""
+        texts = zip(self.contexts, self.greedy, strict=True)
+        return 2 * fmean(self.target.rounding(context, [text], self.length) for context, text in texts)
 
-        It is measured on one text of each context.
-        """
-        found = []
-        for context, text in zip(self.contexts, greedy, strict=True):
-            texts_1T = torch.tensor([self.target.padded(text, self.length)])
-            own_TV = self.target.p(context, texts_1T)[0].double()
-            with widened(self.target.model):
-                found.append((self.target.p(context, texts_1T)[0].double() - own_TV).abs().sum(-1).mean() / 2)
-        return 2 * float(torch.stack(found).mean())
-
-    def __call__(self, tolerance: float, drawn: Drawn, level: float) -> list[Test]:
-        """Return the tests; `drawn`: continuations by context."""
-        level, v = level / (len(PLACES) + 3), torch.Generator().manual_seed(self.seed)
-        u: list[list[float]] = [[] for _ in range(self.length)]
-        impossible, statistic, freedom, shift = 0, 0.0, 0, 0.0
+    def __call__(self, drawn: Drawn) -> Evidence:
+        """Return the evidence of continuations by context."""
+        v, u, impossible = torch.Generator().manual_seed(self.seed), list[Tensor](), 0
+        statistic, freedom, shift = 0.0, 0, 0.0
         for context, texts in zip(self.contexts, drawn, strict=True):
-            padded = [self.target.padded(text, self.length) for text in texts]
-            with widened(self.target.model):
-                u_BT, none_BT = self.target.transformed(context, torch.tensor(padded), v)
-                cells = partition(partial(self.target.p_after, context), len(texts))
-            for text, u_T, none_T in zip(texts, u_BT.tolist(), none_BT.tolist(), strict=True):
-                impossible += sum(none_T[: len(text)])
-                for place in range(len(text)):
-                    u[place].append(u_T[place])
-            terms = cells.compared([text[:DEPTH] for text in padded], partial(self.target.p_after, context))
+            of_context, none = self.target.transformed(context, texts, self.length, v)
+            u, impossible = [*u, *of_context], impossible + none
+            terms = self.target.compared(context, texts)
             statistic, freedom, shift = statistic + terms[0], freedom + terms[1], shift + terms[2]
-        every = [value for place in u for value in place]
-        named = {ALL_TOKENS: every, **dict(zip(PLACES, u, strict=False))}
-        uniform = {name: torch.tensor(values, dtype=torch.float64) for name, values in named.items()}
-        return [
-            *(uniform_test(name, values, level, tolerance) for name, values in uniform.items()),
-            summed_test(JOINT, statistic, freedom, sum(map(len, drawn)), level, shift),
-            impossible_test(impossible, len(every), tolerance, level),
-        ]
+        values = {ALL_TOKENS: torch.cat(u)}
+        values |= {name: torch.cat([u_T[place : place + 1] for u_T in u]) for place, name in enumerate(PLACES)}
+        uniform = {name: (u_N, self.tolerance) for name, u_N in values.items()}
+        joint = {JOINT: ((statistic, freedom, shift), sum(map(len, drawn)))}
+        return Evidence(len(values[ALL_TOKENS]), uniform, joint, impossible, self.tolerance)

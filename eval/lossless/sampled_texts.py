@@ -25,17 +25,15 @@ from draftsmith.errors import ConfigError
 from draftsmith.eval.lossless.hypotheses import (
     ALL_TOKENS,
     JOINT,
+    Evidence,
     RuleSample,
     SamplingCheck,
-    Test,
-    adjusted,
+    String,
+    Terms,
     chi_square,
-    impossible_test,
     judged,
-    summed_test,
-    uniform_test,
 )
-from draftsmith.eval.lossless.probabilities import DEPTH, SampledTarget, partition, transform
+from draftsmith.eval.lossless.probabilities import DEPTH, SampledTarget, transform
 from draftsmith.eval.prompts import Prompt
 from draftsmith.heads.draft_tree import ROOT, Draft
 from draftsmith.heads.model_config import context_limit
@@ -46,9 +44,8 @@ SHARE = 0.5
 """Share of rounds in which the control verifies wrongly: a rule that is half right is harder to detect."""
 GRID = 4
 """Pairs of u are counted in 4 x 4 cells."""
-PLACES = 5
-"""Positions of a round that are tested separately; the last one includes all later positions."""
-TESTS = PLACES + 5
+PLACES = tuple(f"  after {number} accepted" for number in (0, 1, 2, 3, "4 or more"))
+"""Positions of a round that are tested separately."""
 AT_ONCE = 2**20
 """Largest number of entries of a table over the vocabulary that are transformed at once."""
 BATCH = 64
@@ -99,55 +96,43 @@ class SamplingJob:
 
 
 def check_sampling(
-    target: PreTrainedModel, decoder: SpeculativeDecoder, plan: SamplingJob, level: float, done: Done
+    target: PreTrainedModel, decoder: SpeculativeDecoder, job: SamplingJob, level: float, done: Done
 ) -> SamplingCheck:
     """Sample with the decoder's rule and with the control, and apply the same tests to both."""
-    honest = sample(target, decoder, plan, level, done)
-    control = sample(target, decoder, replace(plan, seed=plan.seed + 1), level, done, lossy(decoder.rule))
+    honest = sample(target, decoder, job, level, done)
+    control = sample(target, decoder, replace(job, seed=job.seed + 1), level, done, lossy(decoder.rule))
     return judged(honest, control, level, lossless=decoder.lossless)
 
 
 def sample(
     target: PreTrainedModel,
     decoder: SpeculativeDecoder,
-    plan: SamplingJob,
+    job: SamplingJob,
     level: float,
     done: Done,
     change: VerifyBatch | None = None,
 ) -> RuleSample:
     """Sample with the decoder's rule, or with `change` instead, and apply every test."""
-    rule, p = decoder.rule, SampledTarget(target, plan.sampling)
-    watch = Watch(rule, plan.seed)
+    rule, p = decoder.rule, SampledTarget(target, job.sampling)
+    watch = Watch(rule, job.seed)
     decoder.rule = watch.watched(change)
     try:
-        texts = draw_texts(p, decoder, plan, done)
-        joint = continuations_test(p, decoder, plan, level / TESTS, done)
+        texts = draw_texts(p, decoder, job, done)
+        prompt, continuations = draw_continuations(p, decoder, job, done)
     finally:
         decoder.rule = rule
-    tests = adjusted(_tests(texts, watch, joint, level / TESTS))
-    assert len(tests) == TESTS
-    return RuleSample(tests, sum(map(len, texts.u)), texts.tolerance, texts.drafted)
+    u_N, by_place, tolerance = torch.cat(texts.u), watch.by_place(), texts.tolerance
+    # Relative to the p that the rule received: without rounding differences.
+    watched = {"drafted rounds, by q/p": torch.cat(by_place)} | dict(zip(PLACES, by_place, strict=True))
+    uniform = {ALL_TOKENS: (u_N, tolerance)} | {name: (u, 0.0) for name, u in watched.items()}
+    pairs_n2 = torch.cat(texts.pairs)
+    summed = {"first two of a round": (_independence(pairs_n2, tolerance), len(pairs_n2))}
+    summed[JOINT] = p.compared(prompt, continuations), len(continuations)
+    return Evidence(len(u_N), uniform, summed, texts.impossible, tolerance, texts.drafted).tested(level)
 
 
-def _tests(texts: "Texts", watch: "Watch", joint: Test, level: float) -> list[Test]:
-    tolerance, by_place = texts.tolerance, watch.by_place()
-    return [
-        uniform_test(ALL_TOKENS, torch.cat(texts.u), level, tolerance),
-        # Relative to the p that the rule received: without rounding differences.
-        uniform_test("drafted rounds, by q/p", torch.cat(by_place), level, 0.0),
-        *(uniform_test(_place_name(place), u, level, 0.0) for place, u in enumerate(by_place)),
-        _independent("first two of a round", torch.cat(texts.pairs), level, tolerance),
-        joint,
-        impossible_test(texts.impossible, sum(map(len, texts.u)), tolerance, level),
-    ]
-
-
-def _place_name(place: int) -> str:
-    return f"  after {place}{' or more' if place == PLACES - 1 else ''} accepted"
-
-
-def _independent(name: str, pairs_n2: Tensor, level: float, tolerance: float) -> Test:
-    """Test pairs of u, counted in a grid.
+def _independence(pairs_n2: Tensor, tolerance: float) -> Terms:
+    """Return the statistic of pairs of u, counted in a grid.
 
     Rounding moves up to 2 `tolerance` of probability between cells: at worst from one cell to another, a noncentrality
     of 2 n (2 tolerance)^2 GRID^2.
@@ -155,8 +140,7 @@ def _independent(name: str, pairs_n2: Tensor, level: float, tolerance: float) ->
     cells = (pairs_n2 * GRID).long().clamp(0, GRID - 1)
     counts = torch.bincount(cells[:, 0] * GRID + cells[:, 1], minlength=GRID**2).double()
     shift = 8 * len(pairs_n2) * (tolerance * GRID) ** 2
-    terms = chi_square(counts, torch.full_like(counts, len(pairs_n2) / GRID**2))
-    return summed_test(name, *terms, len(pairs_n2), level, shift)
+    return *chi_square(counts, torch.full_like(counts, len(pairs_n2) / GRID**2)), shift
 
 
 @dataclass(eq=False)
@@ -171,56 +155,46 @@ class Texts:
     tolerance: float = 0.0
     """Mean total variation between p read in one pass and p read token by token."""
 
-    def add(self, output: DecodeOutput, u_T: Tensor) -> None:
-        """Add one text and the u of its tokens."""
-        self.u.append(u_T)
-        self.pairs.append(pairs(u_T, output))
-        self.drafted += sum(record.drafted for record in output.rounds)
+    def add(self, target: SampledTarget, prompt: Prompt, outputs: list[DecodeOutput], v: torch.Generator) -> None:
+        """Add texts of one prompt, which are of one length, transformed by the target's p."""
+        strings, length = [tuple(output.tokens) for output in outputs], len(outputs[0].tokens)
+        if not self.u:
+            self.tolerance = target.rounding(prompt, strings[:TOLERANCE_TEXTS], length)
+        u, impossible = target.transformed(prompt, strings, length, v)
+        self.u += u
+        self.pairs += map(pairs, u, outputs)
+        self.impossible += impossible
+        self.drafted += sum(record.drafted for output in outputs for record in output.rounds)
 
 
-def draw_texts(target: SampledTarget, decoder: SpeculativeDecoder, plan: SamplingJob, done: Done) -> Texts:
-    """Sample at least `plan.tokens` tokens in texts of up to 64, cycling through the prompts, and transform them."""
-    texts, v = Texts(), torch.Generator().manual_seed(plan.seed)
-    jobs = _jobs(target.model, plan)
+def draw_texts(target: SampledTarget, decoder: SpeculativeDecoder, job: SamplingJob, done: Done) -> Texts:
+    """Sample at least `job.tokens` tokens in texts of up to 64, cycling through the prompts, and transform them."""
+    texts, v = Texts(), torch.Generator().manual_seed(job.seed)
+    jobs = _jobs(target.model, job)
     for start in range(0, len(jobs), BATCH):
         batch = jobs[start : start + BATCH]
         prompts, seeds = [prompt for prompt, _ in batch], [seed for _, seed in batch]
         rows, inputs = [prompt.input_ids for prompt in prompts], [prompt.inputs for prompt in prompts]
-        outputs = decoder.generate_batch(rows, inputs=inputs, seeds=seeds, **plan.settings(TEXT_TOKENS))
+        outputs = decoder.generate_batch(rows, inputs=inputs, seeds=seeds, **job.settings(TEXT_TOKENS))
         decoded = zip(prompts, outputs, strict=True)
         for _, same in groupby(decoded, key=lambda pair: id(pair[0])):
-            of_prompt = list(same)
-            _transform(target, of_prompt[0][0], [output for _, output in of_prompt], texts, v)
+            of_prompt, of_same = zip(*same, strict=True)
+            texts.add(target, of_prompt[0], list(of_same), v)
         done(sum(len(output.tokens) for output in outputs))
     return texts
 
 
-def _jobs(model: PreTrainedModel, plan: SamplingJob) -> list[tuple[Prompt, int]]:
+def _jobs(model: PreTrainedModel, job: SamplingJob) -> list[tuple[Prompt, int]]:
     """Return prompts with a seed each, grouped by prompt, so that one pass reads a group."""
     limit, tokens, jobs = context_limit(model.config), 0, []
-    for number, place in enumerate(cycle(range(len(plan.prompts)))):
-        prompt = plan.prompts[place]
-        jobs.append((place, plan.seed * SEEDS + number))
+    for number, place in enumerate(cycle(range(len(job.prompts)))):
+        prompt = job.prompts[place]
+        jobs.append((place, job.seed * SEEDS + number))
         read_before = 1 if model.config.is_encoder_decoder else len(prompt.input_ids)
         tokens += TEXT_TOKENS if limit is None else max(1, min(TEXT_TOKENS, limit - read_before))
-        if tokens >= plan.tokens:
-            return [(plan.prompts[place], seed) for place, seed in sorted(jobs)]
+        if tokens >= job.tokens:
+            return [(job.prompts[place], seed) for place, seed in sorted(jobs)]
     raise AssertionError("unreachable: `cycle` does not end")
-
-
-def _transform(
-    target: SampledTarget, prompt: Prompt, outputs: list[DecodeOutput], texts: Texts, v: torch.Generator
-) -> None:
-    """Transform texts of one prompt by the target's p, and add their u to `texts`."""
-    tokens_BT = torch.tensor([output.tokens for output in outputs])
-    if not texts.u:
-        sample = tokens_BT[:TOLERANCE_TEXTS]
-        p_BTV, again_BTV = (target.p(prompt, sample, width=width) for width in (None, 1))
-        texts.tolerance = float((p_BTV.double() - again_BTV.double()).abs().sum(-1).mean() / 2)
-    u_BT, none_BT = target.transformed(prompt, tokens_BT, v)
-    texts.impossible += int(none_BT.sum())
-    for output, u_T in zip(outputs, u_BT, strict=True):
-        texts.add(output, u_T)
 
 
 def pairs(u_T: Tensor, output: DecodeOutput) -> Tensor:
@@ -239,28 +213,25 @@ def pairs(u_T: Tensor, output: DecodeOutput) -> Tensor:
     return torch.stack([u_T[taken], u_T[[start + 1 for start in taken]]], -1)
 
 
-def continuations_test(
-    target: SampledTarget, decoder: SpeculativeDecoder, plan: SamplingJob, level: float, done: Done
-) -> Test:
-    """Sample the first `DEPTH` tokens after one prompt many times, and test them against their exact probabilities.
+def draw_continuations(
+    target: SampledTarget, decoder: SpeculativeDecoder, job: SamplingJob, done: Done
+) -> tuple[Prompt, list[String]]:
+    """Return one prompt, and many samples of the first `DEPTH` tokens after it.
 
     A stopping criterion ends the texts, so that drafts have their full length: the decoder expects longer texts.
     """
-    prompt = _open_end(target, plan.prompts)
-    count = plan.continuations
-    cells = partition(lambda strings: target.p_after(prompt, strings), count)
+    prompt = _open_end(target, job.prompts)
     read_before = 1 if target.model.config.is_encoder_decoder else len(prompt.input_ids)
     length = read_before + DEPTH
     criteria = [lambda ids, *_: torch.full((len(ids),), ids.shape[1] >= length)]
-    first, drawn = plan.seed * SEEDS + SEEDS // 2, list[list[int]]()  # after all seeds of the texts
-    for start in range(0, count, BATCH):
-        rows = [prompt.input_ids] * min(BATCH, count - start)
-        settings = {**plan.settings(TEXT_TOKENS), "stopping_criteria": criteria}
+    first, drawn = job.seed * SEEDS + SEEDS // 2, list[String]()  # after all seeds of the texts
+    for start in range(0, job.continuations, BATCH):
+        rows = [prompt.input_ids] * min(BATCH, job.continuations - start)
+        settings = {**job.settings(TEXT_TOKENS), "stopping_criteria": criteria}
         outputs = decoder.generate_batch(rows, inputs=[prompt.inputs] * len(rows), seeds=first + start, **settings)
-        drawn += [output.tokens for output in outputs]
+        drawn += [tuple(output.tokens) for output in outputs]
         done(DEPTH * len(rows))
-    statistic, freedom, shift = cells.compared(drawn, lambda strings: target.p_after(prompt, strings, width=1))
-    return summed_test(JOINT, statistic, freedom, count, level, shift)
+    return prompt, drawn
 
 
 def _open_end(target: SampledTarget, prompts: list[Prompt]) -> Prompt:
@@ -293,7 +264,7 @@ class Watch:
 
     rule: Rule | None
     seed: int
-    _u: list[list[float]] = field(default_factory=lambda: [[] for _ in range(PLACES)])
+    _u: list[list[float]] = field(default_factory=lambda: [[] for _ in PLACES])
     _waiting: list[tuple[Tensor, Tensor, int, int]] = field(default_factory=list)
     """p, q, token and place of tokens that are not transformed yet; a batch is much cheaper than single tokens."""
 
@@ -318,7 +289,7 @@ class Watch:
         tokens = [*(draft.tokens[node] for node in result.path), result.next_token]
         for place, (node, token) in enumerate(zip([ROOT, *result.path], tokens, strict=True)):
             p_V = p_PV[node + 1]
-            self._waiting.append((p_V, _q(p_V, draft, q, node), token, min(place, PLACES - 1)))
+            self._waiting.append((p_V, _q(p_V, draft, q, node), token, min(place, len(PLACES) - 1)))
         if len(self._waiting) * p_PV.shape[1] >= AT_ONCE:
             self._transform()
 

@@ -26,8 +26,8 @@ from draftsmith.distill.server.responses import ServerSampler, request_seed, tog
 from draftsmith.distill.turns import Asked, text_seed
 from draftsmith.errors import ConfigError
 from draftsmith.eval.lossless.greedy import Divergence, divergences
-from draftsmith.eval.lossless.hypotheses import Drawn, String, Test, sample_tests
-from draftsmith.eval.lossless.probabilities import ExactTests, SampledTarget
+from draftsmith.eval.lossless.hypotheses import Drawn, Evidence, String, against_others
+from draftsmith.eval.lossless.probabilities import AgainstTarget, SampledTarget
 from draftsmith.eval.lossless.sampled_texts import BATCH, Done
 from draftsmith.eval.prompts import Prompt
 from draftsmith.eval.settings import PairSettings
@@ -202,8 +202,8 @@ JUDGED = 1000
 """First number of the places of these draws in the journal."""
 
 
-Tests = Callable[[Drawn, float], list[Test]]
-"""Returns the tests of a sample at a level for all of them together."""
+AgainstReference = Callable[[Drawn], Evidence]
+"""Returns how continuations, by context, compare with the reference's distribution."""
 
 
 def string(text: Completion, end: int, *, tokens: bool) -> String:
@@ -249,10 +249,10 @@ class Local:
             tokens = [*tokens, *ends]
         return divergences(self.model, prompt, tokens, [*alone, *(ends if ended else [])], slack=slack)
 
-    def tests(
+    def against(
         self, requests: list[list[CompletionRequest]], greedy: Sequence[String], sampling: Sampling, *, tokens: bool
-    ) -> tuple[Tests, float]:
-        """Return tests of answers to sampled requests, by context, and the tolerance of p.
+    ) -> AgainstReference:
+        """Return the comparison of answers to sampled requests, by context, with its own distribution.
 
         Args:
             greedy: by context, the server's greedy continuation.
@@ -260,10 +260,8 @@ class Local:
         """
         if tokens:
             contexts = [Prompt(f"#{of[0].place[1] + 1}", "", of[0].prompt) for of in requests]
-            target = SampledTarget(self.model, sampling, self.chat.ends)
-            exact = ExactTests(target, contexts, requests[0][0].tokens, self.seed)
-            tolerance = exact.tolerance(greedy)
-            return partial(exact, tolerance), tolerance
+            target = SampledTarget(self.model, sampling, self.chat.ends, wide=True)
+            return AgainstTarget(target, contexts, greedy, requests[0][0].tokens, self.seed)
         decoder, drawn = SpeculativeDecoder(self.model), []
         for of_context in requests:
             texts = []
@@ -280,7 +278,7 @@ class Local:
                 )
                 texts += [self._completion(part[0].prompt, output.tokens) for output in outputs]
             drawn.append([string(text, -1, tokens=False) for text in texts])
-        return partial(sample_tests, drawn, False), 0.0
+        return partial(against_others, drawn, False)
 
 
 def _retold(chat: Chat, prompt: list[int], alone: list[int], text: str) -> tuple[list[int], list[int]]:
@@ -332,12 +330,12 @@ class Baseline:
             return sum(text.tokens == [ours[place]] for text in drawn) >= SEEN
         return sum(bool(text.text) and rest.startswith(text.text) for text in drawn) >= SEEN
 
-    def tests(
+    def against(
         self, requests: list[list[CompletionRequest]], greedy: Sequence[String], sampling: Sampling, *, tokens: bool
-    ) -> tuple[Tests, float]:
+    ) -> AgainstReference:
         said = [self.server.complete(of_context, at_once=AT_ONCE) for of_context in requests]
         drawn = [[string(text, -1, tokens=tokens) for text in texts] for texts in said]
-        return partial(sample_tests, drawn, tokens), 0.0
+        return partial(against_others, drawn, tokens)
 
 
 Reference = Local | Baseline

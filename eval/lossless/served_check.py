@@ -26,18 +26,18 @@ from draftsmith.eval.lossless.check import (
     VariantCheck,
     greedy_verdict,
 )
-from draftsmith.eval.lossless.greedy import Divergence, GreedyCheck
-from draftsmith.eval.lossless.hypotheses import Drawn, RuleSample, SamplingCheck, String, adjusted, judged
+from draftsmith.eval.lossless.greedy import Divergence, GreedyCheck, WiderPassFailed
+from draftsmith.eval.lossless.hypotheses import Drawn, RuleSample, SamplingCheck, String, judged
 from draftsmith.eval.lossless.sampled_texts import Done
 from draftsmith.eval.lossless.served_answers import (
     AT_ONCE,
+    AgainstReference,
     Baseline,
     Completion,
     CompletionRequest,
     Local,
     Reference,
     ServedModel,
-    Tests,
     filled,
     string,
 )
@@ -227,8 +227,8 @@ class ServedCheck:
         drawn = [[string(text, end, tokens=tokens) for text in texts] for texts in said]
         greedy = [self._begin(self.prompts[n], alone[n], end, tokens=tokens) for n in contexts]
         level = ALPHA / sum(t > 0 for t in settings.temperatures)
-        tests, tolerance = self.reference.tests(requests, greedy, sampling, tokens=tokens)
-        found = check_samples(drawn, greedy, level, tests, tolerance)
+        compared = self.reference.against(requests, greedy, sampling, tokens=tokens)
+        found = check_samples(drawn, greedy, level, compared)
         found = replace(found, rule=replace(found.rule, drafted=drafted))
         alike = draws > 1 and all(len(set(of_context)) == 1 for of_context in drawn)
         if alike:
@@ -285,21 +285,17 @@ class DraftCount:
             return Counters(False, why=str(error))
 
 
-def check_samples(
-    drawn: Drawn, greedy: Sequence[String], level: float, tests: Tests, tolerance: float
-) -> SamplingCheck:
+def check_samples(drawn: Drawn, greedy: Sequence[String], level: float, compared: AgainstReference) -> SamplingCheck:
     """Apply the tests to a sample and to its control; `greedy`: by context, its greedy continuation."""
     control = [
         [own if number % CONTROL == 0 else text for number, text in enumerate(texts)]
         for texts, own in zip(drawn, greedy, strict=True)
     ]
-    honest, control = (
-        RuleSample(
-            adjusted(tests(texts, level)), sum(len(text) for of_context in texts for text in of_context), tolerance
-        )
-        for texts in (drawn, control)
-    )
-    return judged(honest, control, level)
+    try:
+        return judged(compared(drawn).tested(level), compared(control).tested(level), level)
+    except WiderPassFailed as error:
+        none = RuleSample([], sum(len(text) for texts in drawn for text in texts), 0.0)
+        return SamplingCheck(INCONCLUSIVE, level, none, none, str(error))
 
 
 def check_server(

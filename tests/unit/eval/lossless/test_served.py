@@ -16,7 +16,7 @@ from draftsmith import SpeculativeDecoder
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.server.answers import bare
 from draftsmith.distill.turns import text_seed
-from draftsmith.eval.lossless.check import Check, VariantCheck, sentences
+from draftsmith.eval.lossless.check import Check, VariantCheck, report, sentences
 from draftsmith.eval.lossless.hypotheses import chi_square_tail, homogeneity
 from draftsmith.eval.lossless.served_answers import Baseline, Completion, CompletionRequest, Local, ServedModel
 from draftsmith.eval.lossless.served_check import ServedCheck
@@ -85,11 +85,13 @@ class Server:
         return Completion(text, None if self.texts else tokens, ended)
 
 
-def check(server: Server, *, baseline: bool = False, tokens: int = 1600) -> tuple[dict[str, VariantCheck], list[str]]:
+def check(
+    server: Server, *, baseline: bool = False, tokens: int = 1600, reference: Any = None
+) -> tuple[dict[str, VariantCheck], list[str]]:
     settings = CheckSettings(target="tiny", server="http://127.0.0.1", temperatures=(0.0, 1.0), tokens=tokens)
     other = cast(ServedModel, Server("no drafts", texts=server.texts, seed=1))
-    reference = Baseline(other) if baseline else Local(target(), server.chat, 0)
-    run = ServedCheck(cast(ServedModel, server), reference, PROMPTS, settings, CONTEXT)
+    known = Baseline(other) if baseline else Local(reference or target(), server.chat, 0)
+    run = ServedCheck(cast(ServedModel, server), known, PROMPTS, settings, CONTEXT)
     return {f"{arm.policy} at {arm.temperature:g}": arm for arm in run.arms()}, run.notes
 
 
@@ -127,6 +129,27 @@ def test_wrong_servers_are_found(wrong: str, rule: str | None, found: str, basel
     lossy = {name for name, arm in arms.items() if arm.verdict == "lossy"}
     assert found in lossy
     assert lossy <= ({END, ALONE, TOGETHER, COLD} if found == END else {found})
+
+
+def test_without_a_pass_in_twice_the_precision_answers_are_not_judged() -> None:
+    """A target that runs in 32 bits only: samples, and greedy texts that differ, are inconclusive."""
+    reference = make_llama(max_position_embeddings=CONTEXT)
+
+    def refuse(module: torch.nn.Module, _: object) -> None:
+        if module.get_parameter("weight").dtype != torch.float32:
+            raise RuntimeError("a kernel of\n32 bits only")
+
+    reference.lm_head.register_forward_pre_hook(refuse)
+    arms, _ = check(Server(rule="token"), reference=reference)
+    verdicts = {name: arm.verdict for name, arm in arms.items()}
+    assert verdicts == dict.fromkeys([ALONE, TOGETHER, STOP, END], "lossless") | dict.fromkeys(
+        [COLD, SAMPLED], "inconclusive"
+    )
+    checked = Check(CheckSettings(target="tiny", server="http://127.0.0.1"), {"date": "", "command": ""}, "")
+    checked.arms.append(arms[SAMPLED])
+    failed = "the pass in twice the precision failed (RuntimeError: a kernel of 32 bits only)"
+    assert sentences(checked) == [f"server (sampled) at T=1: INCONCLUSIVE: not judged: {failed}."]
+    assert "## Tests" not in report(checked)
 
 
 def test_the_level_of_two_samples() -> None:
