@@ -5,7 +5,6 @@ of servers, with all turns of a batch, as facts.
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing_extensions import TypedDict
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.errors import ConfigError, one_line
-from draftsmith.eval.settings import ANOTHER, Settings, Variant, require_same_settings
+from draftsmith.eval.settings import ANOTHER, Settings, Variant, require_same_run
 from draftsmith.metrics import Counts, position_counts
 from draftsmith.reading import parse_json
 from draftsmith.storage import JsonLines
@@ -318,7 +317,7 @@ class Journal(Generic[AnyCell]):
         """Read the file; return whether it has a line."""
         lines = whole_lines(path)
         if lines:
-            require_same_run(lines[0]["run"], settings, path.parent, fingerprints)
+            require_same_run(lines[0]["run"], settings, path.parent, {"schema": SCHEMA, **fingerprints})
         for number, line in enumerate(lines[1:], 2):
             where, cell = f"{path}:{number}", None
             name, value = checked(tuple[str, Any], line.get("fact", ("", None)), where)
@@ -369,21 +368,6 @@ def kept(out: Path) -> str:
     """Return a clause about the measurements that the journal in `out` holds."""
     count = sum("cell" in line for line in whole_lines(out / JOURNAL))
     return f"{count} measurements are kept in {out / JOURNAL}" if count else "nothing was measured yet"
-
-
-def require_same_run(
-    before: Mapping[str, Any], settings: Settings, out: Path, fingerprints: Mapping[str, Any] = {}
-) -> None:
-    """Raise ConfigError naming the first value in which a run differs from the one stored in its folder."""
-    stored = before.get("settings")
-    require_same_settings(stored if isinstance(stored, dict) else {}, settings, out)
-    for key, value in {"schema": SCHEMA, **fingerprints}.items():
-        if (there := before.get(key)) != value:
-            dated = key in ("prompts", "now") and "now" in fingerprints
-            why = f" (the chat template shows the date, here of {fingerprints['now']})" if dated else ""
-            raise ConfigError(
-                f"out={out} holds another run: {key}={there!r} there, {value!r} here{why}; expected {ANOTHER}"
-            )
 
 
 def checked(kind: Any, value: Any, place: Path | str, *, strict: bool = False) -> Any:

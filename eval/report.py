@@ -9,10 +9,10 @@ import numpy as np
 from rich.table import Table
 
 from draftsmith.errors import ConfigError
-from draftsmith.eval.journal import JOURNAL, require_same_run, whole_lines
+from draftsmith.eval.journal import JOURNAL, SCHEMA, whole_lines
 from draftsmith.eval.prompts import OVERALL
 from draftsmith.eval.results import EVALUATION, Evaluation, ResultRow, read_evaluation, short_policy
-from draftsmith.eval.settings import ANOTHER, Settings, require_same_settings
+from draftsmith.eval.settings import ANOTHER, Settings, require_same_run
 from draftsmith.metrics import FEW, often_tested
 from draftsmith.storage import write_json, write_text
 from draftsmith.terminal import interval, markdown_environment, printable
@@ -55,7 +55,7 @@ def check_report_folder(out: Path, settings: Settings) -> None:
     if (out / JOURNAL).exists():
         lines = whole_lines(out / JOURNAL)
         if lines:
-            require_same_run(lines[0]["run"], settings, out)
+            require_same_run(lines[0]["run"], settings, out, {"schema": SCHEMA})
     elif (out / EVALUATION).exists():
         try:
             before = read_evaluation(out)
@@ -63,7 +63,7 @@ def check_report_folder(out: Path, settings: Settings) -> None:
             raise ConfigError(
                 f"out={out} holds an eval.json that cannot be read ({error}); expected {ANOTHER}"
             ) from error
-        require_same_settings(before["settings"], settings, out)
+        require_same_run(before, settings, out)
 
 
 def write_report(evaluation: Evaluation, out: Path, *, title: str, runs: dict[str, list[dict]] | None = None) -> None:

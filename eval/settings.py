@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from draftsmith.config import Count, Distinct, Probability, Section, Seed, Temperature, TemplateVariables, user_name
+from draftsmith.config import (
+    Count,
+    Distinct,
+    Probability,
+    Section,
+    Seed,
+    Temperature,
+    TemplateVariables,
+    first_difference,
+    user_name,
+)
 from draftsmith.decode.policies import POLICIES, check_policy
 from draftsmith.distill.data_section import ServerSection, is_address, require_address, server_section
 from draftsmith.distill.target_section import TargetSection
@@ -411,18 +421,24 @@ class DemoSettings(PairSettings):
 ANOTHER = "another folder, or --overwrite"
 
 
-def require_same_settings(stored: Mapping[str, Any], settings: PairSettings, out: Path, what: str = "run") -> None:
-    """Raise ConfigError naming the first setting that differs from the one stored in `out`.
+def require_same_run(
+    stored: Mapping[str, Any], settings: PairSettings, out: Path, facts: Mapping[str, Any] = {}, what: str = "run"
+) -> None:
+    """Raise ConfigError naming the first value in which a run differs from the one stored in `out`.
 
     A setting that an earlier version did not store had its default; one that this version does not have was off.
+
+    Args:
+        stored: the settings of the stored run as `settings`, beside its facts.
+        facts: what its results depend on besides the settings, such as fingerprints.
     """
     now = settings.model_dump(mode="json")
-    fields = {name: field for name, field in type(settings).model_fields.items() if not field.is_required()}
-    defaults = {name: field.get_default(call_default_factory=True) for name, field in fields.items()}
-    for key in (*now, *(key for key in stored if key not in now and stored[key])):
-        there = stored.get(key, defaults.get(key))
-        there = list(there) if isinstance(there, tuple) else there  # as JSON holds it
-        if there != now.get(key):
-            raise ConfigError(
-                f"out={out} holds another {what}: {key}={there!r} there, {now.get(key)!r} here; expected {ANOTHER}"
-            )
+    before = stored.get("settings")
+    known = {key: value for key, value in before.items() if key in now or value} if isinstance(before, dict) else {}
+    defaults = type(settings).model_construct().model_dump(mode="json", warnings=False)
+    difference = first_difference({**defaults, **known}, now)
+    difference = difference or first_difference({key: stored.get(key) for key in facts}, facts)
+    if difference is not None:
+        dated = difference.startswith(("prompts=", "now=")) and "now" in facts
+        why = f" (the chat template shows the date, here of {facts['now']})" if dated else ""
+        raise ConfigError(f"out={out} holds another {what}: {difference}{why}; expected {ANOTHER}")

@@ -11,6 +11,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
+from draftsmith.config import first_difference
 from draftsmith.distill.data_section import SELF
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.names import EMBEDDED
@@ -172,10 +173,9 @@ def _stored(values: Any, place: str) -> Recipe:
 
 def _require_same(recipe: Recipe, before: Recipe, subject: str, expected: str = "another output folder") -> None:
     """Raise ConfigError with the first difference."""
-    difference = _first_difference(comparable(before), comparable(recipe))
+    difference = first_difference(comparable(before), comparable(recipe))
     if difference is not None:
-        key, there, here = difference
-        raise ConfigError(f"{subject} another run: {key}={there!r} there, {here!r} here; expected {expected}")
+        raise ConfigError(f"{subject} another run: {difference}; expected {expected}")
 
 
 def _unknown(place: str, error: Exception) -> ConfigError:
@@ -189,17 +189,6 @@ def comparable(recipe: Recipe) -> dict[str, Any]:
     recomputed = {"activation_checkpointing", "sequence_parallel"}
     excluded = {"output": True, "target": placed, "train": recomputed, "data": {"exclude_rows"}}
     return recipe.model_dump(mode="json", exclude=excluded)
-
-
-def _first_difference(before: Any, now: Any, key: str = "") -> tuple[str, Any, Any] | None:
-    """Return the first key whose values differ, with both values; None for equal recipes."""
-    if not (isinstance(before, dict) and isinstance(now, dict)):
-        return None if before == now else (key or "recipe", before, now)
-    for name in [*now, *(name for name in before if name not in now)]:
-        difference = _first_difference(before.get(name), now.get(name), f"{key}.{name}".lstrip("."))
-        if difference:
-            return difference
-    return None
 
 
 def restart_metrics(folder: Path, resume_step: int | None, evaluated: bool = True) -> None:

@@ -20,7 +20,7 @@ from draftsmith.cli.options import (
     with_settings,
 )
 from draftsmith.errors import ConfigError
-from draftsmith.eval.settings import ANOTHER, CheckSettings
+from draftsmith.eval.settings import ANOTHER, CheckSettings, require_same_run
 from draftsmith.reading import read_json
 
 if TYPE_CHECKING:
@@ -83,16 +83,15 @@ def _stopped(settings: CheckSettings, out: Path | None) -> str:
 
 def _require_folder(settings: CheckSettings, out: Path) -> None:
     """Raise ConfigError if `out` holds the results of a check with other settings."""
-    from draftsmith.eval.settings import require_same_settings
-
     file = out / "check.json"
     if not file.exists():
         return
     try:
-        before = dict(read_json(file)["settings"])
+        before = read_json(file)
+        dict(before["settings"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"out={out} holds a check.json that is not ours; expected {ANOTHER}") from error
-    require_same_settings(before, settings, out, "check")
+    require_same_run(before, settings, out, what="check")
 
 
 def _run(checking: "Callable[[Keep], Check]", out: Path | None, as_json: bool) -> "Check":

@@ -51,7 +51,7 @@ def test_a_journal_continues_at_every_place_where_it_may_be_torn(tmp_path: Path)
 @pytest.mark.parametrize(
     ("settings", "prints", "message"),
     [
-        ({}, {"drafters": {"d": "v"}}, "drafters={'d': 'w'} there, {'d': 'v'} here"),
+        ({}, {"drafters": {"d": "v"}}, "drafters.d='w' there, 'v' here"),
         ({"batch_sizes": (1, 2)}, {}, r"batch_sizes=\[1\] there, \[1, 2\] here"),
     ],
 )
