@@ -24,11 +24,12 @@ from draftsmith.errors import ConfigError
 from draftsmith.eval.baseline import compare_with_generate, fastest_threads, threads
 from draftsmith.eval.compare import Condition
 from draftsmith.eval.journal import AnyCell, Cell, Journal, Place
-from draftsmith.eval.prompts import Prompt, PromptBatch, batches, prompts_fingerprint, time_of
+from draftsmith.eval.prompts import Prompt, PromptBatch, batches
+from draftsmith.eval.session import fingerprints
 from draftsmith.eval.settings import BASELINE, Settings, Variant
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.model_config import decoding_limit
-from draftsmith.provenance import environment, model_fingerprint
+from draftsmith.provenance import environment
 from draftsmith.terminal import Bars, Terminal, stage, units
 
 COSTS_OF = "costs of "
@@ -160,13 +161,7 @@ class EvaluationRun:
 
     @cached_property
     def fingerprints(self) -> dict[str, Any]:
-        """Return the fingerprints of models and prompts; a journal is continued only by a run with equal ones."""
-        return {
-            "target": model_fingerprint(self.target),
-            "drafters": {name: model_fingerprint(drafter) for name, drafter in self.drafters.items()},
-            "prompts": prompts_fingerprint(self.prompts),
-            **time_of(self.prompts),
-        }
+        return fingerprints(self.target, self.drafters, self.prompts)
 
     @property
     def learners(self) -> list[str]:

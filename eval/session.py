@@ -1,6 +1,6 @@
 """A loaded target with its drafters and prompts, from the settings that name them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -9,14 +9,14 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from draftsmith.decode.arguments import capabilities, require_readable
 from draftsmith.decode.policies import check_policy
-from draftsmith.eval.prompts import Prompt, PromptRows
+from draftsmith.eval.prompts import Prompt, PromptRows, prompts_fingerprint, time_of
 from draftsmith.eval.settings import PairSettings
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.heads.configs import is_named, parse_named
 from draftsmith.heads.model_config import decoding_limit, vocabulary_of
 from draftsmith.heads.untrusted import StoredDrafter, local_folder, read_config
-from draftsmith.provenance import model_fingerprints
+from draftsmith.provenance import model_fingerprint, model_fingerprints
 from draftsmith.terminal import Terminal, stage
 
 
@@ -99,6 +99,16 @@ def load_session(
     if rows is not None and shortest != limit:
         prompts, left_out = encode(loaded.tokenizer, loaded.model.config, shortest)
     return Session(loaded.model, loaded.tokenizer, drafters, prompts, processor, left_out)
+
+
+def fingerprints(target: PreTrainedModel, drafters: Mapping[str, Drafter], prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Return the fingerprints of models and prompts; only a run with equal ones continues another."""
+    return {
+        "target": model_fingerprint(target),
+        "drafters": {name: model_fingerprint(drafter) for name, drafter in drafters.items()},
+        "prompts": prompts_fingerprint(prompts),
+        **time_of(prompts),
+    }
 
 
 def _stored(drafters: Mapping[str, str]) -> dict[str, StoredDrafter]:

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from draftsmith.cli.options import (
     AGAIN,
-    CONTINUES,
     OUT,
     Json,
     Overwrite,
@@ -22,6 +22,7 @@ from draftsmith.cli.options import (
 from draftsmith.errors import ConfigError
 from draftsmith.eval.settings import ANOTHER, CheckSettings, require_same_run
 from draftsmith.reading import read_json
+from draftsmith.terminal import printable
 
 if TYPE_CHECKING:
     from draftsmith.eval.lossless.check import Check
@@ -52,6 +53,15 @@ def check(
 
     rows = PromptRows.read(settings.prompts, images=settings.images)
 
+    before: dict[str, Any] = {}
+
+    def resume(new: "Check") -> "Check":
+        checked = new if out is None or not before else new.continued(before, out)
+        if checked.arms:
+            arms = "; ".join(f"{arm.drafter} ({arm.policy}) at T={arm.temperature:g}" for arm in checked.arms)
+            typer.echo(printable(f"kept from an earlier start: {arms}"), err=True)
+        return checked
+
     def checking(keep: "Keep") -> "Check":
         from draftsmith.eval.lossless.check import check
         from draftsmith.eval.session import load_session
@@ -60,38 +70,47 @@ def check(
             from draftsmith.eval.lossless.served_check import check_server
 
             return check_server(settings, rows, out, keep=keep)
-        session = load_session(settings, rows)
-        return check(session.target, session.drafters, session.prompts, settings, notes=session.notes, keep=keep)
+        session = load_session(settings, rows, now=_time_of(before))
+        pair = session.target, session.drafters, session.prompts
+        return check(*pair, settings, notes=session.notes, resume=resume, keep=keep)
 
     with nullcontext() if out is None else hold_folder("out", out, discard=WRITTEN if overwrite else ()):
         if out is not None:
-            _require_folder(settings, out)
-        with interruptible(lambda: _stopped(settings, out)):
+            before |= _stored(settings, out)
+        with interruptible(lambda: _stopped(out)):
             checked = _run(checking, out, as_json)
     if checked.verdict == "lossless" and not as_json and settings.server is None:
         suggest("draftsmith", *measuring("eval", settings))
     raise typer.Exit(EXIT_CODES[checked.verdict])
 
 
-def _stopped(settings: CheckSettings, out: Path | None) -> str:
-    """Return what an interrupted check leaves: of drafters in this process, the arms that are finished."""
-    if out is None or settings.server is not None:
-        return AGAIN if out is None else CONTINUES
-    file = out / "check.json"
-    return f"what is finished is in {file}, and the same command begins again" if file.exists() else AGAIN
+def _stopped(out: Path | None) -> str:
+    """Return what an interrupted check leaves."""
+    file = None if out is None else out / "check.json"
+    if file is None or not file.exists():
+        return AGAIN
+    return f"what is finished is in {file}, and the same command continues"
 
 
-def _require_folder(settings: CheckSettings, out: Path) -> None:
-    """Raise ConfigError if `out` holds the results of a check with other settings."""
+def _stored(settings: CheckSettings, out: Path) -> dict[str, Any]:
+    """Return the results in `out`, empty for none; ConfigError for those of a check with other settings."""
     file = out / "check.json"
     if not file.exists():
-        return
+        return {}
     try:
         before = read_json(file)
         dict(before["settings"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        _time_of(before)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"out={out} holds a check.json that is not ours; expected {ANOTHER}") from error
     require_same_run(before, settings, out, what="check")
+    return before
+
+
+def _time_of(stored: dict[str, Any]) -> datetime | None:
+    """Return the time that the prompts of a check show; None where they show none."""
+    now = stored.get("fingerprints", {}).get("now")
+    return None if now is None else datetime.fromisoformat(now)
 
 
 def _run(checking: "Callable[[Keep], Check]", out: Path | None, as_json: bool) -> "Check":

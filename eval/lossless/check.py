@@ -3,21 +3,26 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import product
+from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.table import Table
 from transformers import PreTrainedModel
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.sampling import Sampling
+from draftsmith.errors import ConfigError
 from draftsmith.eval.lossless.greedy import Divergence, GreedyCheck, check_greedy
 from draftsmith.eval.lossless.hypotheses import ALL_TOKENS, JOINT, POWER, SamplingCheck
 from draftsmith.eval.lossless.sampled_texts import Done, SamplingJob, check_sampling
 from draftsmith.eval.prompts import Prompt
-from draftsmith.eval.settings import CheckSettings
+from draftsmith.eval.session import fingerprints
+from draftsmith.eval.settings import ANOTHER, CheckSettings, require_same_run
 from draftsmith.heads.base import Drafter
-from draftsmith.provenance import environment, model_fingerprint
+from draftsmith.provenance import environment
 from draftsmith.terminal import Bars, Terminal, TimeLeft, markdown, stage
 
 SCHEMA = 1
@@ -49,7 +54,9 @@ class Check:
 
     settings: CheckSettings
     environment: dict[str, Any]
-    target_fingerprint: str
+    """Of the first start."""
+    fingerprints: dict[str, Any]
+    """See `draftsmith.eval.session.fingerprints`; of a server the target's alone, or its name."""
     arms: list[VariantCheck] = field(default_factory=list)
     finished: bool = False
     notes: list[str] = field(default_factory=list)
@@ -65,7 +72,33 @@ class Check:
 
     def as_json(self) -> dict[str, Any]:
         values = asdict(self) | {"settings": self.settings.model_dump()}
+        values["target_fingerprint"] = self.fingerprints["target"]  # as versions before 0.5 named it
         return {"schema": SCHEMA, "verdict": self.verdict, "alpha": ALPHA, **values}
+
+    def continued(self, stored: dict[str, Any], out: Path) -> "Check":
+        """Return this check with the arms that an earlier start has finished, unless that was a version before 0.5.
+
+        Args:
+            stored: the content of `check.json` in `out`.
+
+        Raises:
+            ConfigError: naming the first value in which the two starts differ.
+        """
+        if "fingerprints" not in stored:
+            return self
+        try:
+            environment, arms = stored["environment"], TypeAdapter(list[VariantCheck]).validate_python(stored["arms"])
+            before = {**stored["fingerprints"], "settings": stored["settings"], "environment": _lasting(environment)}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"out={out} holds a check.json that is not ours; expected {ANOTHER}") from error
+        facts = {**self.fingerprints, "environment": _lasting(self.environment)}
+        require_same_run(before, self.settings, out, facts, "check")
+        return replace(self, environment=environment, arms=arms)
+
+
+def _lasting(environment: dict[str, Any]) -> dict[str, Any]:
+    """Return the machine and the versions, which a verdict is about."""
+    return {key: value for key, value in environment.items() if key not in ("date", "command", "torch_threads")}
 
 
 def check(
@@ -75,38 +108,44 @@ def check(
     settings: CheckSettings,
     *,
     notes: Sequence[str] = (),
+    resume: Callable[[Check], Check] = lambda new: new,
     keep: Callable[[Check], None] = lambda _: None,
 ) -> Check:
     """Check every drafter, under every policy, at every temperature.
 
     Args:
         notes: see `Check`.
+        resume: returns the new check with the arms of an earlier start, see `Check.continued`.
         keep: called with the results so far after each arm, so that an interrupted run keeps them.
     """
+    identity = fingerprints(target, drafters, prompts)
+    checked = resume(Check(settings, environment(), identity, notes=list(notes)))
     with stage("preparing the decoders"):
         decoders = _decoders(target, drafters, prompts, settings)
     sampled = sum(temperature > 0 for temperature in settings.temperatures) * len(decoders)
-    checked = Check(settings, environment(), model_fingerprint(target), notes=list(notes))
+    finished = {(arm.drafter, arm.policy, arm.temperature) for arm in checked.arms}
+    pending = [key for key in product(decoders, settings.temperatures) if (*key[0], key[1]) not in finished]
+    temperatures = [temperature for _, temperature in pending]
     alone: list[list[int]] = []
-    with _bar(_work(decoders, prompts, settings)) as done:
-        if 0 in settings.temperatures:
+    with _bar(_work(temperatures, prompts, settings)) as done:
+        if 0 in temperatures:
             alone = _target_alone(SpeculativeDecoder(target, invariant=settings.invariant), prompts, done)
-        for (name, policy), decoder in decoders.items():
-            for temperature in settings.temperatures:
-                head = {"drafter": name, "policy": policy, "temperature": temperature}
-                if temperature == 0:
-                    greedy = check_greedy(target, decoder, prompts, alone, max_new_tokens=GREEDY_TOKENS, done=done)
-                    arm = VariantCheck(**head, rule="greedy", verdict=greedy_verdict(greedy), greedy=greedy)
-                else:
-                    plan = _plan(prompts, settings, temperature)
-                    sampling = check_sampling(target, decoder, plan, ALPHA / sampled, done)
-                    rule = settings.rule or "best lossless"
-                    arm = VariantCheck(**head, rule=rule, verdict=sampling.verdict, sampling=sampling)
-                checked.arms.append(arm)
-                keep(checked)
-    finished = replace(checked, finished=True)
-    keep(finished)
-    return finished
+        for (name, policy), temperature in pending:
+            decoder = decoders[name, policy]
+            head = {"drafter": name, "policy": policy, "temperature": temperature}
+            if temperature == 0:
+                greedy = check_greedy(target, decoder, prompts, alone, max_new_tokens=GREEDY_TOKENS, done=done)
+                arm = VariantCheck(**head, rule="greedy", verdict=greedy_verdict(greedy), greedy=greedy)
+            else:
+                job = _job(prompts, settings, temperature)
+                sampling = check_sampling(target, decoder, job, ALPHA / sampled, done)
+                rule = settings.rule or "best lossless"
+                arm = VariantCheck(**head, rule=rule, verdict=sampling.verdict, sampling=sampling)
+            checked.arms.append(arm)
+            keep(checked)
+    whole = replace(checked, finished=True)
+    keep(whole)
+    return whole
 
 
 def greedy_verdict(greedy: GreedyCheck) -> Verdict:
@@ -127,8 +166,8 @@ def _decoders(
     for name, drafter in drafters.items():
         for policy in settings.policies_of(name) or (None,):
             length = settings.draft_length if policy is None else None
-            plan = {"draft_length": length, "policy": policy, "rule": settings.rule}
-            decoder = SpeculativeDecoder(target, drafter, **plan, **settings.passes)
+            options = {"draft_length": length, "policy": policy, "rule": settings.rule}
+            decoder = SpeculativeDecoder(target, drafter, **options, **settings.passes)
             for temperature in settings.temperatures:
                 cuts = {"top_k": settings.top_k, "top_p": settings.top_p} if temperature > 0 else {}
                 rows, inputs = zip(*((p.input_ids, p.inputs) for p in prompts[:CALIBRATION]), strict=True)
@@ -148,19 +187,15 @@ def _target_alone(decoder: SpeculativeDecoder, prompts: list[Prompt], done: Done
     return texts
 
 
-def _plan(prompts: list[Prompt], settings: CheckSettings, temperature: float) -> SamplingJob:
+def _job(prompts: list[Prompt], settings: CheckSettings, temperature: float) -> SamplingJob:
     return SamplingJob(prompts, Sampling(temperature, settings.top_k, settings.top_p), settings.tokens, settings.seed)
 
 
-def _work(decoders: dict, prompts: list[Prompt], settings: CheckSettings) -> int:
-    """Return the approximate number of tokens that the check decodes; texts may end early."""
-    total = 0
-    for temperature in settings.temperatures:
-        if temperature == 0:
-            total += (len(decoders) + 1) * len(prompts) * GREEDY_TOKENS
-        else:
-            total += 2 * len(decoders) * _plan(prompts, settings, temperature).work
-    return total
+def _work(temperatures: list[float], prompts: list[Prompt], settings: CheckSettings) -> int:
+    """Return the approximate number of tokens that arms at these temperatures decode; texts may end early."""
+    greedy = len(prompts) * GREEDY_TOKENS
+    works = [2 * _job(prompts, settings, each).work if each > 0 else greedy for each in temperatures]
+    return sum(works) + greedy * (0 in temperatures)
 
 
 @contextmanager

@@ -348,7 +348,7 @@ def check_server(
                 )
             )
         run = ServedCheck(server, reference, sent, settings, limit, notes)
-        checked = _complete(run, Check(settings, environment(), identity, notes=run.notes), url, keep)
+        checked = _complete(run, Check(settings, environment(), {"target": identity}, notes=run.notes), url, keep)
     for file in files:
         file.unlink(missing_ok=True)
     return checked

@@ -5,11 +5,14 @@ A lossless pair fails a check once in a thousand seeds; the seeds here are fixed
 
 import json
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 from commands import run, write_prompts
 from conftest import noisy_llama
+from forked import Processes, Server
 
 from draftsmith.eval.lossless import check as check_module
 
@@ -87,10 +90,57 @@ def test_what_is_done_is_kept(
     out = tmp_path / "out"
     call = ["--target", tiny_target_folder, "--drafter", draft_folder, "--prompts", prompts, "--out", out]
     assert _main(*call) == 130
-    said = f"interrupted; what is finished is in {out / 'check.json'}, and the same command begins again"
+    said = f"interrupted; what is finished is in {out / 'check.json'}, and the same command continues"
     assert capsys.readouterr().err.splitlines()[-1] == said
     written = json.loads((out / "check.json").read_text())
     assert (written["finished"], written["verdict"], len(written["arms"])) == (False, "inconclusive", 1)
+
+
+def test_a_killed_check_continues(
+    tmp_path: Path,
+    tiny_target_folder: Path,
+    draft_folder: Path,
+    prompts: Path,
+    run_server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """SIGKILL after the greedy arm: it is kept, by name, and the others are those of a check that was not killed."""
+    out, whole, log = tmp_path / "killed", tmp_path / "whole", tmp_path / "killed.log"
+    call = ["check", "--target", tiny_target_folder, "--drafter", f"d={draft_folder}", "--prompts", prompts]
+    call += ["--gamma", 3, "--tokens", 1500, "--out"]
+    processes = Processes(run_server, {})
+    (pid,) = processes.start([*map(str, call), str(out)], log, 1, {}, program="draftsmith")
+    deadline = time.monotonic() + 100
+    while not (out / "check.json").exists():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    assert processes.wait([pid]) == [-signal.SIGKILL], log.read_text()
+    assert run(*call, whole) == 0
+    expected = json.loads((whole / "check.json").read_text())
+    capsys.readouterr()
+
+    def repeated(*_: object, **__: object) -> None:
+        raise AssertionError("a finished arm is checked again")
+
+    monkeypatch.setattr(check_module, "check_greedy", repeated)
+    assert run(*call, out) == 0
+    told, arm = capsys.readouterr(), "d (chain:draft_length=3) at T="
+    assert f"kept from an earlier start: {arm}0\n" in told.err
+    assert json.loads((out / "check.json").read_text())["arms"] == expected["arms"]
+    monkeypatch.setattr(check_module, "check_sampling", repeated)
+    assert run(*call, out) == 0
+    again = capsys.readouterr()
+    assert f"kept from an earlier start: {arm}0; {arm}1\n" in again.err
+    assert again.out == told.out
+    noisy_llama(0.2).save_pretrained(draft_folder)
+    assert run(*call, out) == 2
+    assert "holds another check: drafters.d=" in " ".join(capsys.readouterr().err.split())
+    stored = json.loads((out / "check.json").read_text())
+    (out / "check.json").write_text(json.dumps({**stored, "arms": [{"drafter": "d"}]}))
+    assert run(*call, out) == 2
+    assert "holds a check.json that is not ours" in " ".join(capsys.readouterr().err.split())
 
 
 ASSETS = Path(os.environ.get("DRAFTSMITH_ASSETS") or Path(__file__).parents[3] / "shared" / "assets")

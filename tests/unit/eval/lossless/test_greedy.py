@@ -98,7 +98,7 @@ def test_without_a_pass_in_twice_the_precision_nothing_is_judged() -> None:
     assert greedy_verdict(checked) == "inconclusive"
     arm = VariantCheck("d", "chain", "greedy", 0.0, "inconclusive", greedy=checked)
     environment = {"versions": {}}
-    line, detail = sentences(Check(CheckSettings(target="t", drafters={"d": "d"}), environment, "", [arm]))
+    line, detail = sentences(Check(CheckSettings(target="t", drafters={"d": "d"}), environment, {}, [arm]))
     assert f"0 near ties, 0 tokens that no rounding explains; {len(found)} not judged." in line
     assert detail.startswith(f"  First difference not judged: prompt p, new token {place}: ")
     assert "16 bits only" in detail

@@ -108,7 +108,7 @@ def test_lossless_servers_pass(rule: str, texts: bool, baseline: bool) -> None:
     other = "http://127.0.0.1:1" if baseline else None
     settings = CheckSettings(target="tiny", server="http://127.0.0.1", baseline=other)
     own = f"greedy texts are the {'baseline' if baseline else 'target'}'s own"
-    told = sentences(Check(settings, {}, "", [*arms.values()]))
+    told = sentences(Check(settings, {}, {}, [*arms.values()]))
     assert sum(own in line for line in told) == sum(arm.greedy is not None for arm in arms.values())
 
 
@@ -145,7 +145,7 @@ def test_without_a_pass_in_twice_the_precision_answers_are_not_judged() -> None:
     assert verdicts == dict.fromkeys([ALONE, TOGETHER, STOP, END], "lossless") | dict.fromkeys(
         [COLD, SAMPLED], "inconclusive"
     )
-    checked = Check(CheckSettings(target="tiny", server="http://127.0.0.1"), {"date": "", "command": ""}, "")
+    checked = Check(CheckSettings(target="tiny", server="http://127.0.0.1"), {"date": "", "command": ""}, {})
     checked.arms.append(arms[SAMPLED])
     failed = "the pass in twice the precision failed (RuntimeError: a kernel of 32 bits only)"
     assert sentences(checked) == [f"server (sampled) at T=1: INCONCLUSIVE: not judged: {failed}."]
