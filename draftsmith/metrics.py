@@ -50,7 +50,7 @@ class Tested(Protocol):
     def accepted(self) -> int: ...
 
 
-Counts = Sequence[float] | NDArray[np.float64]
+PositionCounts = Sequence[float] | NDArray[np.float64]
 
 
 def position_counts(rounds: Sequence[Tested]) -> tuple[list[int], list[int]]:
@@ -64,7 +64,7 @@ def position_counts(rounds: Sequence[Tested]) -> tuple[list[int], list[int]]:
     return [len(records) for records in reached], accepted
 
 
-def acceptance_at(texts: Iterable[tuple[Counts, Counts]]) -> list[float]:
+def acceptance_at(texts: Iterable[tuple[PositionCounts, PositionCounts]]) -> list[float]:
     """Return acceptance by draft position, given that the positions before it were accepted.
 
     `texts`: for each text the (expected) rounds that tested each position, and those that accepted it.
@@ -74,7 +74,7 @@ def acceptance_at(texts: Iterable[tuple[Counts, Counts]]) -> list[float]:
     return ratio(accepted_K, tested_K)[tested_K > 0].tolist()
 
 
-def summed(rows: Sequence[Counts]) -> NDArray[np.float64]:
+def summed(rows: Sequence[PositionCounts]) -> NDArray[np.float64]:
     """Return the sum of rows of different lengths."""
     sums_K = np.zeros(max(map(len, rows), default=0))
     for row in rows:
@@ -100,7 +100,7 @@ Grid = list[list[FiniteFloat]]
 
 
 class Series(TypedDict):
-    """Sums over the texts of each unit and repeat, of a variant at one temperature and batch size."""
+    """Sums over the texts of each unit and repeat, of an arm at one temperature and batch size."""
 
     drafter: str
     policy: str

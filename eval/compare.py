@@ -11,7 +11,7 @@ from rich.table import Table
 from draftsmith.errors import ConfigError
 from draftsmith.eval.low_acceptance import Sides, explained
 from draftsmith.eval.results import StoredEvaluation, short_policy
-from draftsmith.eval.settings import BASELINE, Variant
+from draftsmith.eval.settings import BASELINE, Arm
 from draftsmith.metrics import Resamples, Series, percentiles, ratio, resampled_speedups, resampled_taus, speedup, tau
 
 MATTER = ("max_new_tokens", "top_k", "top_p", "seed", "dtype", "attn_implementation")
@@ -41,7 +41,7 @@ class Contrast:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One variant of A and one of B at a temperature and batch size."""
+    """One arm of A and one of B at a temperature and batch size."""
 
     a: str
     b: str
@@ -90,11 +90,11 @@ class Comparison:
 
 
 def compare_evaluations(a: StoredEvaluation, b: StoredEvaluation | None = None) -> list[Comparison]:
-    """Compare the contents of two `eval.json`, or, without `b`, the variants in one of them.
+    """Compare the contents of two `eval.json`, or, without `b`, the arms in one of them.
 
-    Variants are compared at equal temperature and batch size. Between two files, variants with equal policies are
+    Arms are compared at equal temperature and batch size. Between two files, arms with equal policies are
     compared, and of these only drafters with equal names if both files have that name; if the files have no policy in
-    common, every variant of A is compared with every variant of B.
+    common, every arm of A is compared with every arm of B.
 
     Raises:
         ConfigError: for measurements that cannot be compared, naming both values, or that share no condition.
@@ -107,8 +107,8 @@ def compare_evaluations(a: StoredEvaluation, b: StoredEvaluation | None = None) 
         if condition not in sides[1]:
             continue
         theirs = sides[1][condition]
-        variants = [[variant for variant in side if variant != BASELINE] for side in (ours, theirs)]
-        pairs = _pairs(*variants) if b is not None else list(combinations(variants[0], 2))
+        arms = [[arm for arm in side if arm != BASELINE] for side in (ours, theirs)]
+        pairs = _pairs(*arms) if b is not None else list(combinations(arms[0], 2))
         found = [_compare(ours, theirs, pair, condition, named=b is not None) for pair in pairs]
         if b is not None and (a.get("server") or b.get("server")):
             found = [replace(each, served=True) for each in found]
@@ -120,8 +120,8 @@ def compare_evaluations(a: StoredEvaluation, b: StoredEvaluation | None = None) 
     return comparisons
 
 
-def _measured(evaluation: StoredEvaluation) -> dict[Condition, dict[Variant, Series]]:
-    by_condition: dict[Condition, dict[Variant, Series]] = {}
+def _measured(evaluation: StoredEvaluation) -> dict[Condition, dict[Arm, Series]]:
+    by_condition: dict[Condition, dict[Arm, Series]] = {}
     for entry in evaluation["measurements"]:
         condition = (entry["temperature"], entry["batch_size"])
         by_condition.setdefault(condition, {})[(entry["drafter"], entry["policy"])] = entry
@@ -152,32 +152,32 @@ def _require_comparable(a: StoredEvaluation, b: StoredEvaluation) -> None:
             )
 
 
-def _pairs(a: list[Variant], b: list[Variant]) -> list[tuple[Variant, Variant]]:
+def _pairs(a: list[Arm], b: list[Arm]) -> list[tuple[Arm, Arm]]:
     common = [policy for policy in dict.fromkeys(policy for _, policy in a) if any(policy == own for _, own in b)]
     if not common:
         return list(product(a, b))
     pairs = []
     for policy in common:
-        ours, theirs = ([variant for variant in side if variant[1] == policy] for side in (a, b))
-        same = [variant for variant in ours if variant in theirs]
-        pairs += [(variant, variant) for variant in same]
-        pairs += product(*([variant for variant in side if variant not in same] for side in (ours, theirs)))
+        ours, theirs = ([arm for arm in side if arm[1] == policy] for side in (a, b))
+        same = [arm for arm in ours if arm in theirs]
+        pairs += [(arm, arm) for arm in same]
+        pairs += product(*([arm for arm in side if arm not in same] for side in (ours, theirs)))
     return pairs
 
 
 def _compare(
-    a: dict[Variant, Series],
-    b: dict[Variant, Series],
-    variants: tuple[Variant, Variant],
+    a: dict[Arm, Series],
+    b: dict[Arm, Series],
+    arms: tuple[Arm, Arm],
     condition: Condition,
     *,
     named: bool,
 ) -> Comparison:
-    """Compare two variants by units: each resample has the same prompts on both sides.
+    """Compare two arms by units: each resample has the same prompts on both sides.
 
-    Repeats are drawn separately for two files, and together for one file, whose variants were measured side by side.
+    Repeats are drawn separately for two files, and together for one file, whose arms were measured side by side.
     """
-    one, other = a[variants[0]], b[variants[1]]
+    one, other = a[arms[0]], b[arms[1]]
     if one["units"] != other["units"]:
         raise ConfigError(f"batches={one['units']} in A, {other['units']} in B; expected the same")
     if len(one["units"]) < 2:
@@ -186,7 +186,7 @@ def _compare(
     draws = Resamples.of(one, rng)
     other_draws = draws.with_repeats_of(other, rng) if named else draws
     taus = resampled_taus(one, draws), resampled_taus(other, other_draws)
-    name_a, name_b = (f"{drafter} ({short_policy(policy)})" for drafter, policy in variants)
+    name_a, name_b = (f"{drafter} ({short_policy(policy)})" for drafter, policy in arms)
     temperature, batch_size = condition
     return Comparison(
         f"A's {name_a}" if named else name_a,
@@ -209,15 +209,13 @@ def _speedups(
     return _contrast(speedup(base, one), speedup(other_base, other), *speeds)
 
 
-def _explained(
-    comparison: Comparison, a: StoredEvaluation, b: StoredEvaluation, variants: tuple[Variant, Variant]
-) -> Comparison:
+def _explained(comparison: Comparison, a: StoredEvaluation, b: StoredEvaluation, arms: tuple[Arm, Arm]) -> Comparison:
     """Add the likely causes where an engine and the local decoder differ in tau."""
     if bool(a.get("server")) == bool(b.get("server")) or not comparison.tau.real:
         return comparison
     last = bool(b.get("server"))
     local, served = (a, b) if last else (b, a)
-    ordered = variants if last else (variants[1], variants[0])
+    ordered = arms if last else (arms[1], arms[0])
     sides = Sides(local, served, ordered, comparison.temperature, comparison.batch_size)
     return replace(comparison, cause=explained(sides, lower=(comparison.tau.ratio < 1) == last))
 

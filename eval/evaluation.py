@@ -33,7 +33,7 @@ from draftsmith.eval.results import (
     series_of,
 )
 from draftsmith.eval.session import load_session
-from draftsmith.eval.settings import BASELINE, Settings, Variant
+from draftsmith.eval.settings import BASELINE, Arm, Settings
 from draftsmith.heads.base import Drafter
 from draftsmith.metrics import few_units, tau
 from draftsmith.option_fields import check_options
@@ -42,7 +42,7 @@ from draftsmith.storage import hold_folder, writing
 from draftsmith.terminal import Terminal, interval, stage
 
 PROMPTS, TOKENS = 3, 160
-"""Texts per variant and temperature, and tokens shown of each."""
+"""Texts per arm and temperature, and tokens shown of each."""
 KINDS = {ACCEPTED: "accepted", CORRECTION: "corrected", BONUS: "bonus", OWN: "target"}
 
 
@@ -106,8 +106,8 @@ def evaluate(
 ) -> Evaluation:
     """Measure every drafter against the target alone.
 
-    For each repeat, temperature, batch size and batch of prompts, all variants decode one after the other. The first
-    variant changes from batch to batch, so that a temporary slowdown of the machine affects all of them alike. Times
+    For each repeat, temperature, batch size and batch of prompts, all arms decode one after the other. The first
+    arm changes from batch to batch, so that a temporary slowdown of the machine affects all of them alike. Times
     are decode times; the prefill is reported separately.
 
     Args:
@@ -147,7 +147,7 @@ def _sizes(drafters: Mapping[str, Drafter]) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size}
 
 
-def _rows(run: EvaluationRun, arm: Variant, decoder: SpeculativeDecoder) -> list[ResultRow]:
+def _rows(run: EvaluationRun, arm: Arm, decoder: SpeculativeDecoder) -> list[ResultRow]:
     """Return, for each temperature and batch size, the row over all prompts and one row per category."""
     settings, policy = run.settings, decoder.policy
     categories = sorted({prompt.category for prompt in run.prompts})
@@ -305,7 +305,7 @@ def fall(bins: list[ContextBin]) -> str | None:
 
 
 def _repetition(rows: Sequence[ResultRow]) -> list[str]:
-    """Return one note per temperature: the texts of all variants are similar."""
+    """Return one note per temperature: the texts of all arms are similar."""
     most: dict[float, float] = {}
     for row in rows:
         if row["category"] == OVERALL:

@@ -1,6 +1,6 @@
 """The measurement: every drafter and the target alone decode the same prompts, interleaved, in one process.
 
-A variant is a drafter with a policy, or the target alone. The number of CPU threads is the one that is fastest for the
+An arm is a drafter with a policy, or the target alone. The number of CPU threads is the one that is fastest for the
 target alone, so that the baseline is not slowed down.
 """
 
@@ -26,7 +26,7 @@ from draftsmith.eval.compare import Condition
 from draftsmith.eval.journal import AnyCell, Cell, Journal, Place
 from draftsmith.eval.prompts import Prompt, PromptBatch, batches
 from draftsmith.eval.session import fingerprints
-from draftsmith.eval.settings import BASELINE, Settings, Variant
+from draftsmith.eval.settings import BASELINE, Arm, Settings
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.model_config import decoding_limit
 from draftsmith.provenance import environment
@@ -82,17 +82,17 @@ class Grid(Generic[AnyCell]):
     def batch(self, place: Place) -> PromptBatch:
         return self.batches[place.batch_size][place.group]
 
-    def order(self, arms: Iterable[Variant], place: Place) -> list[Variant]:
+    def order(self, arms: Iterable[Arm], place: Place) -> list[Arm]:
         """Return the arms in the order of measurement; the first of them changes from batch to batch."""
         order = deque(arms)
         order.rotate(-(place.group + place.repeat + place.turn))
         return list(order)
 
-    def pending(self, arms: Iterable[Variant], place: Place) -> list[Variant]:
+    def pending(self, arms: Iterable[Arm], place: Place) -> list[Arm]:
         """Return the arms without a cell at a place, in order."""
         return [arm for arm in self.order(arms, place) if (arm, place) not in self.journal.cells]
 
-    def cells(self, arm: Variant, temperature: float, size: int, category: str | None = None) -> list[AnyCell]:
+    def cells(self, arm: Arm, temperature: float, size: int, category: str | None = None) -> list[AnyCell]:
         """Return the cells of all batches, or of the batches whose prompts all have `category`."""
         every = chain(*(self._places(repeat, temperature, size) for repeat in range(self.settings.repeats)))
         chosen = (place for place in every if category in (None, self.batch(place).category))
@@ -132,11 +132,11 @@ class EvaluationRun:
         self.grid = Grid(self.prompts, self.settings, self.journal, turns=True)
         self._numbers = {prompt.id: number for number, prompt in enumerate(self.prompts)}
         self.left_out: list[str] = []
-        """Requested variants that cannot be measured, and why."""
-        self.plans = {name: self._plans(name, drafter) for name, drafter in self.drafters.items()}
+        """Requested arms that cannot be measured, and why."""
+        self.options = {name: self._options(name, drafter) for name, drafter in self.drafters.items()}
         for drafter in self.drafters.values():
             SpeculativeDecoder(self.target, drafter, **self.settings.passes)  # refuses pairs that do not fit
-        self.arms: dict[Variant, SpeculativeDecoder] = {}
+        self.arms: dict[Arm, SpeculativeDecoder] = {}
 
     def measure(self, progress: bool = True) -> None:
         """Measure every cell that the journal does not hold yet, and append it."""
@@ -172,7 +172,7 @@ class EvaluationRun:
         """Return the prompts of a batch that have this turn, each up to it.
 
         Earlier turns are followed by the target's own answers, from the baseline in this repeat and batch size, so that
-        all variants read the same text. A question that leaves no room in the context is omitted, and so are the turns
+        all arms read the same text. A question that leaves no room in the context is omitted, and so are the turns
         after it. None if the baseline has not answered the earlier turns yet.
         """
         answers: dict[str, list[list[int]]] = {}
@@ -199,7 +199,7 @@ class EvaluationRun:
         assert questions is not None, "turns are measured in order"
         return questions
 
-    def _plans(self, name: str, drafter: Drafter) -> list[dict[str, Any]]:
+    def _options(self, name: str, drafter: Drafter) -> list[dict[str, Any]]:
         """Return the draft lengths and policies of this drafter, as arguments of the decoder."""
         most, policies = drafter.max_draft_length, self.settings.policies_of(name)
         long = [length for length in self.settings.draft_lengths if most is not None and length > most]
@@ -209,16 +209,16 @@ class EvaluationRun:
                 "draft_length", long[0], f"at most {most}, which is what this {drafter.type} drafter proposes"
             )
         self.left_out += [f"{name} at gamma={length}: it proposes at most {most} tokens." for length in long]
-        plans = [{"draft_length": length} for length in lengths]
-        plans += [{"policy": policy} for policy in policies]
-        return plans or [{}]
+        options = [{"draft_length": length} for length in lengths]
+        options += [{"policy": policy} for policy in policies]
+        return options or [{}]
 
-    def _arms(self, name: str, drafter: Drafter) -> dict[Variant, SpeculativeDecoder]:
-        """Return a decoder for each plan of the drafter."""
+    def _arms(self, name: str, drafter: Drafter) -> dict[Arm, SpeculativeDecoder]:
+        """Return a decoder for each arm of the drafter."""
         arms, costs = {}, self._costs(name, drafter)
-        for plan in self.plans[name]:
-            plan = {**plan, "rule": self.settings.rule, **self.settings.passes}
-            decoder = SpeculativeDecoder(self.target, drafter, costs=costs, **plan)
+        for own in self.options[name]:
+            options = {**own, "rule": self.settings.rule, **self.settings.passes}
+            decoder = SpeculativeDecoder(self.target, drafter, costs=costs, **options)
             label = f"at most {drafter.max_draft_length}" if decoder.policy is None else str(decoder.policy)
             arms[(name, label)] = decoder  # drafters that only retrieve ignore the policy
         return arms
@@ -246,7 +246,7 @@ class EvaluationRun:
             self.journal.fact(fact, asdict(known[fact]))
         return known[fact]
 
-    def _pending(self, place: Place) -> list[Variant]:
+    def _pending(self, place: Place) -> list[Arm]:
         return [] if self._asked(place) == [] else self.grid.pending(self.arms, place)
 
     def _calibrate(self) -> None:
@@ -258,7 +258,7 @@ class EvaluationRun:
                 decoder.calibrate([p.input_ids for p in prompts], inputs=[p.inputs for p in prompts], **options)
 
     def _warm_up(self) -> None:
-        """Decode once with every variant, unmeasured: first calls allocate memory and choose kernels.
+        """Decode once with every arm, unmeasured: first calls allocate memory and choose kernels.
 
         Compiled passes depend on the length of the texts, so these are whole ones.
         """
@@ -281,7 +281,7 @@ class EvaluationRun:
                     total -= len(self.arms)
                     bar.update(task, total=total)
 
-    def _answer(self, arm: Variant, place: Place, asked: Questions, tokens: int) -> Cell:
+    def _answer(self, arm: Arm, place: Place, asked: Questions, tokens: int) -> Cell:
         """Decode one batch; seeds differ between texts, repeats and turns.
 
         Decode it again where passes were compiled meanwhile, whose seconds do not count.

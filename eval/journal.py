@@ -1,6 +1,6 @@
 """Journals of measurements, which continue after a kill.
 
-`cells.jsonl` holds measured cells: one variant, temperature, batch, turn and repeat each. `batches.jsonl` holds those
+`cells.jsonl` holds measured cells: one arm, temperature, batch, turn and repeat each. `batches.jsonl` holds those
 of servers, with all turns of a batch, as facts.
 """
 
@@ -18,8 +18,8 @@ from typing_extensions import TypedDict
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.errors import ConfigError, one_line
-from draftsmith.eval.settings import ANOTHER, Settings, Variant, require_same_run
-from draftsmith.metrics import Counts, position_counts
+from draftsmith.eval.settings import ANOTHER, Arm, Settings, require_same_run
+from draftsmith.metrics import PositionCounts, position_counts
 from draftsmith.reading import parse_json
 from draftsmith.storage import JsonLines
 
@@ -87,7 +87,7 @@ def _kinds(record: Round) -> str:
 
 
 class Place(NamedTuple):
-    """A batch of prompts at one turn, in one repeat, at one temperature: what every variant decodes once."""
+    """A batch of prompts at one turn, in one repeat, at one temperature: what every arm decodes once."""
 
     repeat: int
     temperature: float
@@ -97,7 +97,7 @@ class Place(NamedTuple):
     turn: int
 
 
-Key = tuple[Variant, Place]
+Key = tuple[Arm, Place]
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Cell:
     seconds: float
 
     @classmethod
-    def of(cls, arm: Variant, place: Place, names: list[str], outputs: list[DecodeOutput]) -> "Cell":
+    def of(cls, arm: Arm, place: Place, names: list[str], outputs: list[DecodeOutput]) -> "Cell":
         """Build the record of one decoded batch.
 
         Finished texts leave a batch, so of texts that share passes the one with the most rounds took part in all.
@@ -142,7 +142,7 @@ class Cell:
     lengths_known: ClassVar[bool] = True
 
     @property
-    def arm(self) -> Variant:
+    def arm(self) -> Arm:
         return (self.drafter, self.policy)
 
     @property
@@ -160,7 +160,7 @@ class Cell:
         return np.sum([*texts, (0, 0, self.seconds, 0, 0)], axis=0)
 
     @property
-    def positions(self) -> list[tuple[Counts, Counts]]:
+    def positions(self) -> list[tuple[PositionCounts, PositionCounts]]:
         """For each text the rounds that tested and that accepted each draft position."""
         return [(text.tested, text.accepted) for text in self.texts]
 
@@ -212,7 +212,7 @@ BATCH = "batch "
 class ServedCell:
     """A batch of prompts that a server answered, with all its turns; `place` is that of its first turn."""
 
-    arm: Variant
+    arm: Arm
     place: Place
     numbers: Numbers
     texts: ClassVar[tuple[TextRecord, ...]] = ()
@@ -248,7 +248,7 @@ class ServedCell:
         return np.array([numbers.tokens, numbers.rounds, numbers.seconds, sum(accepted), sum(tested)])
 
     @property
-    def positions(self) -> list[tuple[Counts, Counts]]:
+    def positions(self) -> list[tuple[PositionCounts, PositionCounts]]:
         return [(self.numbers.tested, self.numbers.accepted[: len(self.numbers.tested)])]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from draftsmith.eval.prompts import OVERALL
 from draftsmith.eval.results import StoredEvaluation
-from draftsmith.eval.settings import Variant
+from draftsmith.eval.settings import Arm
 from draftsmith.reading import read_json
 
 ENOUGH = 0.1
@@ -49,12 +49,12 @@ class Sides:
     """A local and a served measurement of one drafter at one temperature and number of requests.
 
     Args:
-        variants: the names and policies in the local and in the served measurement.
+        arms: the names and policies in the local and in the served measurement.
     """
 
     local: StoredEvaluation
     served: StoredEvaluation
-    variants: tuple[Variant, Variant]
+    arms: tuple[Arm, Arm]
     temperature: float
     batch: int
 
@@ -68,15 +68,15 @@ class Sides:
 
     def _is_local(self, row: Any, temperature: float) -> bool:
         key = (row["drafter"], row["policy"], row["temperature"], row["batch_size"], row["category"])
-        return key == (*self.variants[0], temperature, self.batch, OVERALL)
+        return key == (*self.arms[0], temperature, self.batch, OVERALL)
 
     @property
     def drafter_type(self) -> str:
-        return next((row["drafter_type"] for row in self.local["rows"] if row["drafter"] == self.variants[0][0]), "")
+        return next((row["drafter_type"] for row in self.local["rows"] if row["drafter"] == self.arms[0][0]), "")
 
     def config(self) -> dict[str, Any]:
         """Return the drafter's `config.json`; empty where its folder is not here."""
-        folder = Path(self.local["settings"].get("drafters", {}).get(self.variants[0][0], ""))
+        folder = Path(self.local["settings"].get("drafters", {}).get(self.arms[0][0], ""))
         try:
             read = read_json(folder / "config.json")
         except (OSError, ValueError):
@@ -86,10 +86,10 @@ class Sides:
     def greedy_lengths(self) -> np.ndarray | None:
         """Return served minus local tokens of each batch at T=0, where texts are equal; None unless both have them."""
         tokens = []
-        for side, variant in zip((self.local, self.served), self.variants, strict=True):
+        for side, arm in zip((self.local, self.served), self.arms, strict=True):
             for series in side["measurements"]:
                 key = (series["drafter"], series["policy"], series["temperature"], series["batch_size"])
-                if key == (*variant, 0.0, self.batch):
+                if key == (*arm, 0.0, self.batch):
                     tokens.append(np.array(series["tokens"])[:, 0])
         same = len(tokens) == 2 and tokens[0].shape == tokens[1].shape
         return tokens[1] - tokens[0] if same else None
@@ -146,7 +146,7 @@ def _of_texts(sides: Sides) -> Iterator[Cause]:
 
 
 def _of_target(sides: Sides) -> Iterator[Cause]:
-    names = [str(sides.local["settings"].get("target", "")), sides.variants[1][0]]
+    names = [str(sides.local["settings"].get("target", "")), sides.arms[1][0]]
     marked = [name for name in names if QUANTISED.search(Path(name).name)]
     dtype = sides.local["settings"].get("dtype", "float32")
     test = "draftsmith eval with the engine's dtype, or with the target that it serves"

@@ -70,7 +70,7 @@ class Plot:
         return "data:image/png;base64," + base64.b64encode(self.png).decode()
 
 
-def variant_name(row: ResultRow, rows: Rows) -> str:
+def arm_name(row: ResultRow, rows: Rows) -> str:
     """Return drafter, policy, temperature and, if `rows` have several, batch size."""
     policy = short_policy(row["policy"])
     alike = {other["policy"] for other in rows if other["drafter"] == row["drafter"]}
@@ -110,7 +110,7 @@ def evaluation_plots(rows: Rows) -> list[Plot]:
     with plt.rc_context(STYLE):
         shown = sorted(overall, key=lambda row: row["speedup"], reverse=True)[:MOST_VARIANTS]
         shown = [row for row in overall if row in shown]
-        part = "" if len(shown) == len(overall) else f" (the {len(shown)} fastest of {len(overall)} variants)"
+        part = "" if len(shown) == len(overall) else f" (the {len(shown)} fastest of {len(overall)} arms)"
         plots = [plot_speedup(shown, part)]
         if any(len(row["acceptance_at"]) > 1 for row in overall):
             plots.append(plot_acceptance(overall))
@@ -122,7 +122,7 @@ def evaluation_plots(rows: Rows) -> list[Plot]:
 
 
 def plot_speedup(rows: Rows, part: str) -> Plot:
-    """Plot a bar per variant with its 95 % interval, and a line at the target alone."""
+    """Plot a bar per arm with its 95 % interval, and a line at the target alone."""
     best = max(rows, key=lambda row: row["speedup"])
     title = f"{best['drafter']} decodes {best['speedup']:.2f}x as fast as the target alone at T={best['temperature']:g}"
     names = distinct(row["drafter"] for row in rows)
@@ -133,7 +133,7 @@ def plot_speedup(rows: Rows, part: str) -> Plot:
         axis.hlines(line, low, high, color="black", linewidth=1.4)
         axis.annotate(f"{row['speedup']:.2f}x", (max(high, row["speedup"]), line), (5, 0), va="center", **OFFSET)
     axis.axvline(1, color="black", linewidth=1, linestyle="--", label="target alone")
-    axis.set_yticks(range(len(rows)), [variant_name(row, rows) for row in rows])
+    axis.set_yticks(range(len(rows)), [arm_name(row, rows) for row in rows])
     axis.invert_yaxis()
     axis.set_xlim(0, 1.15 * max(1, *((row["speedup_interval"] or [0, row["speedup"]])[1] for row in rows)))
     axis.set_xlabel("speedup (ratio of tokens/s), 95 % interval")

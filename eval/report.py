@@ -25,7 +25,7 @@ MARKS = {"\n": "⏎", "\t": "→"}
 
 
 def summary_table(evaluation: Evaluation) -> Table:
-    """Return a table with two lines per variant, temperature and batch size; it fits 110 columns."""
+    """Return a table with two lines per arm, temperature and batch size; it fits 110 columns."""
     table = Table(title="Drafters against the target alone (95 % intervals below)", pad_edge=False)
     table.add_column("drafter", overflow="fold")
     batches = evaluation.settings.batch_sizes != (1,)

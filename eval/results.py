@@ -28,7 +28,7 @@ from draftsmith.eval.journal import (
 from draftsmith.eval.prompts import OVERALL
 from draftsmith.eval.settings import Settings
 from draftsmith.metrics import (
-    Counts,
+    PositionCounts,
     Series,
     acceptance_at,
     alpha,
@@ -112,7 +112,7 @@ class ResultRow(TypedDict):
 
 
 def series_of(cells: Sequence[Cell] | Sequence[ServedCell], units: list[list[str]] | None = None) -> Series:
-    """Return the sums of the cells of one variant, temperature and batch size; every batch has every repeat.
+    """Return the sums of the cells of one arm, temperature and batch size; every batch has every repeat.
 
     Without overlaps where the counters of a server do not determine them.
 
@@ -131,7 +131,7 @@ def series_of(cells: Sequence[Cell] | Sequence[ServedCell], units: list[list[str
     return as_series(cells[0].arm, cells[0].place.temperature, cells[0].place.batch_size, units, sums)
 
 
-def positions(cells: Sequence[Cell] | Sequence[ServedCell]) -> list[tuple[Counts, Counts]]:
+def positions(cells: Sequence[Cell] | Sequence[ServedCell]) -> list[tuple[PositionCounts, PositionCounts]]:
     """Return for each text, or batch of a server, the rounds that tested and that accepted each position.
 
     Only the first position, of which a server's counters always tell it, if they do not of another one in some batch.
@@ -151,11 +151,11 @@ def row_of(
     lossless: bool = True,
     seed: int = 0,
 ) -> ResultRow:
-    """Return the row of one variant at one temperature and batch size; speeds and the speedup are medians over repeats.
+    """Return the row of one arm at one temperature and batch size; speeds and the speedup are medians over repeats.
 
     Args:
         baseline: cells of the target alone over the same batches of prompts.
-        speculative: cells of the variant.
+        speculative: cells of the arm.
         category: of the prompts.
         seed: seed of the bootstrap.
     """

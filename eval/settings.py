@@ -39,16 +39,16 @@ from draftsmith.option_fields import Option, assignments, only
 from draftsmith.reading import specified_name
 from draftsmith.storage import require_writable_file
 
-Variant = tuple[str, str]
+Arm = tuple[str, str]
 """A drafter's name and its policy."""
-BASELINE: Variant = ("target alone", "")
+BASELINE: Arm = ("target alone", "")
 if TYPE_CHECKING:
     from draftsmith.decode.sampling import Sampling
 
 RuleName = Literal["token", "block", "point-mass", "traversal", "typical"]
 """The keys of `decode.rules.RULES`, which is not imported: settings are checked before torch is."""
 Dtype = Literal["float32", "bfloat16", "float16"]
-Counts = Annotated[tuple[Count, ...], Distinct]
+DistinctCounts = Annotated[tuple[Count, ...], Distinct]
 UNSTORED = Field(exclude=True)
 """Of settings that results do not depend on: they are not stored with them."""
 
@@ -208,7 +208,7 @@ class PairSettings(Section):
         named = [self._named(policy) for policy in self.policies]
         return tuple(policy for name, policy in named if name in ("", drafter))
 
-    def _named(self, policy: str) -> Variant:
+    def _named(self, policy: str) -> Arm:
         """Return the name before a policy, empty for a policy of all drafters, and the policy."""
         name, _, own = policy.partition("=")
         return (name, own) if name in self.drafters else ("", policy)
@@ -223,9 +223,9 @@ class Settings(PairSettings):
     """Split of a Hub data set, or of a local folder whose files name splits; files that name none are of train."""
     max_new_tokens: Count = 96
     """Most new tokens per turn."""
-    draft_lengths: Annotated[Counts, Option("--gamma")] = ()
+    draft_lengths: Annotated[DistinctCounts, Option("--gamma")] = ()
     """Draft length of a chain, beside the policies; repeatable; default: each drafter's own."""
-    batch_sizes: Annotated[Counts, Option("--batch-size")] = (1,)
+    batch_sizes: Annotated[DistinctCounts, Option("--batch-size")] = (1,)
     """Prompts decoded together; repeatable; default: 1."""
     repeats: Count = 3
     """Times that every text is generated."""
@@ -244,7 +244,7 @@ class ServedSettings(Settings):
     """The name under which the server has the target."""
     baseline: Annotated[str | None, UNSTORED] = None
     """Address of a server without a drafter, or an eval.json measured on one."""
-    batch_sizes: Annotated[Counts, Option("--concurrency")] = (1, 2, 4)
+    batch_sizes: Annotated[DistinctCounts, Option("--concurrency")] = (1, 2, 4)
     """Requests at a time; repeatable; default: 1, 2 and 4."""
 
     @model_validator(mode="before")
@@ -339,7 +339,7 @@ class ForecastSettings(PairSettings):
     )
     max_draft_length: Count = 8
     """Longest chain of draft tokens to compare."""
-    batch_sizes: Annotated[Counts, Option("--batch-size")] = (1,)
+    batch_sizes: Annotated[DistinctCounts, Option("--batch-size")] = (1,)
     """Prompts decoded together; repeatable; default: 1."""
     max_new_tokens: Count = 96
     """Most new tokens per turn."""

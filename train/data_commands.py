@@ -167,7 +167,7 @@ def _chat(
 
 def _regenerate_from(server: ServerSection, settings: Regeneration) -> None:
     """Write the responses that a server samples, each with the model, the settings and the usage."""
-    from draftsmith.distill.server.probe import check_server
+    from draftsmith.distill.server.probe import require_served
     from draftsmith.distill.server.responses import ServerSampler, server_samples
 
     data, out = settings.data, settings.out
@@ -180,7 +180,7 @@ def _regenerate_from(server: ServerSection, settings: Regeneration) -> None:
     questions = _questions(chat, data.sources, context_limit(config), console)
     sampler = ServerSampler(data, chat, settings.seed, context_limit(config), target.model)
     folder = out.with_name(f".{out.name}.{sampling_key(sampler, questions)}")
-    rows = server_samples(sampler, questions, console.say, partial(check_server, target=target.model), folder=folder)
+    rows = server_samples(sampler, questions, console.say, partial(require_served, target=target.model), folder=folder)
     source, count, made_with = sampler.described(), len(rows), tokenizer_fingerprint(tokenizer)
     _write_lines(
         out,

@@ -217,11 +217,11 @@ def _sampled(context: RunContext, chat: Chat, target: LoadedTarget, examples: Da
         sampler = Sampler(target, chat, data, seed)
         placement = context.placement.share
         return target_samples(sampler, examples, share=placement, progress=console.visible, say=console.say)
-    from draftsmith.distill.server.probe import check_server
+    from draftsmith.distill.server.probe import require_served
     from draftsmith.distill.server.responses import ServerSampler, server_samples
 
     model = None if recipe.target.sharded else target.model
-    check = partial(check_server, target=target.name, model=model)
+    check = partial(require_served, target=target.name, model=model)
     identity = fingerprint_of_numbers(target.model)
     asker = ServerSampler(data, chat, seed, context_limit(target.model.config), identity)
     with context.accelerator.main_process_first():  # the others read what it has stored

@@ -34,7 +34,7 @@ HOT = 2.0
 HOT_PROMPTS, HOT_SEEDS = 4, 3
 
 
-async def check_server(
+async def require_served(
     sampler: ServerSampler,
     questions: Dataset,
     client: ServerClient,

@@ -139,7 +139,7 @@ def server_samples(
 
     Args:
         say: called with the counts and reasons of what is left out.
-        check: an async function that checks the server before anything is asked, see `check_server`.
+        check: an async function that checks the server before anything is asked, see `require_served`.
         folder: store the answers here instead of in the cache.
 
     Raises:

@@ -32,11 +32,11 @@ from draftsmith.terminal import stage
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 """Draft lengths at which rounds are timed: all of them for the target, which also reads trees and retrieved drafts, and
 for each drafter those that it reaches."""
-VariantKey = tuple[str, int | str]
+ArmKey = tuple[str, int | str]
 """A drafter and a draft length of its chains, or another of its policies by name."""
-ALONE: VariantKey = ("", 0)
-VariantRounds = dict[VariantKey, list[Round]]
-"""The timed rounds of each variant."""
+ALONE: ArmKey = ("", 0)
+ArmRounds = dict[ArmKey, list[Round]]
+"""The timed rounds of each arm."""
 ROUNDS, TURNS = 5, 8
 """Rounds that are timed in a row, and turns over all lengths, whose differences give the error of the seconds."""
 ROOM = 5
@@ -127,12 +127,11 @@ def measure_hardware(
     those besides chains whose rounds are timed. `shown`: name of the stage that is shown on stderr.
     """
     drafters = _computing(drafters)
-    variants = _variants(target, drafters, costs, draft_length, policies)
-    with stage(shown, len(batches) * (TURNS + 1) * (len(variants) - 1), shown=bool(shown)) as done:
-        of_batch = {batch: _timed(variants, texts, batch, sampling, done) for batch in batches}
+    arms = _arms(target, drafters, costs, draft_length, policies)
+    with stage(shown, len(batches) * (TURNS + 1) * (len(arms) - 1), shown=bool(shown)) as done:
+        of_batch = {batch: _timed(arms, texts, batch, sampling, done) for batch in batches}
     together = {
-        b: {key: [record for turn in timed for record in turn[key]] for key in variants}
-        for b, timed in of_batch.items()
+        b: {key: [record for turn in timed for record in turn[key]] for key in arms} for b, timed in of_batch.items()
     }
     profile = profile_of(together)
     require_known(profile, drafters)
@@ -144,29 +143,29 @@ def measure_hardware(
     }
 
 
-def _variants(
+def _arms(
     target: PreTrainedModel,
     drafters: dict[str, Drafter],
     costs: dict[str, Costs],
     draft_length: int,
     policies: Mapping[str, Sequence[Policy]],
-) -> dict[VariantKey, "TimedVariant"]:
-    """Return the timed variants: the target alone, its passes over drafts, and the rounds of each drafter."""
-    variants: dict[VariantKey, TimedVariant] = {ALONE: TimedVariant(target)}
-    variants |= {("", length): TimedVariant(target, _Fixed(length), length, costs[TARGET]) for length in LENGTHS}
+) -> dict[ArmKey, "TimedArm"]:
+    """Return the timed arms: the target alone, its passes over drafts, and the rounds of each drafter."""
+    arms: dict[ArmKey, TimedArm] = {ALONE: TimedArm(target)}
+    arms |= {("", length): TimedArm(target, _Fixed(length), length, costs[TARGET]) for length in LENGTHS}
     for name, drafter in drafters.items():
         longest = min(draft_length, drafter.max_draft_length or draft_length)
         reached = [length for length in LENGTHS if length <= longest]
-        variants |= {(name, length): TimedVariant(target, drafter, length, costs[name]) for length in reached}
+        arms |= {(name, length): TimedArm(target, drafter, length, costs[name]) for length in reached}
         for policy in policies.get(name, ()):
-            variants[name, str(policy)] = TimedVariant(target, drafter, policy.longest, costs[name], policy)
-    return variants
+            arms[name, str(policy)] = TimedArm(target, drafter, policy.longest, costs[name], policy)
+    return arms
 
 
-def profile_of(rounds: dict[int, VariantRounds]) -> Profile:
+def profile_of(rounds: dict[int, ArmRounds]) -> Profile:
     """Return the profile in which a round of every timed draft length, and of every other policy, costs its mean.
 
-    `rounds`: of each variant, by batch size.
+    `rounds`: of each arm, by batch size.
 
     Other processes interrupt at a rate per second: medians of short passes would never include interruptions, medians
     of long passes always, and so would medians of turns, in which the target alone is timed most often. Means grow by
@@ -197,11 +196,11 @@ def profile_of(rounds: dict[int, VariantRounds]) -> Profile:
     return profile
 
 
-def _beyond(rounds: dict[int, VariantRounds], drafter: str, costs: Costs) -> dict[str, dict[int, float]]:
+def _beyond(rounds: dict[int, ArmRounds], drafter: str, costs: Costs) -> dict[str, dict[int, float]]:
     """Return by policy and batch size the seconds of its rounds beyond those of chains."""
     beyond: defaultdict[str, dict[int, float]] = defaultdict(dict)
-    for batch, variants in rounds.items():
-        for (owner, policy), records in variants.items():
+    for batch, arms in rounds.items():
+        for (owner, policy), records in arms.items():
             if owner == drafter and isinstance(policy, str) and records:
                 beyond[policy][batch] = fmean(
                     r.seconds - costs.round_seconds(r.drafted, r.depth, batch) for r in records
@@ -248,7 +247,7 @@ class ReadOnce(TransformersTarget):
 
 
 @dataclass(frozen=True)
-class TimedVariant:
+class TimedArm:
     """The target alone, or a drafter with chains of one length or another policy, whose rounds are timed."""
 
     target: PreTrainedModel
@@ -264,7 +263,7 @@ class TimedVariant:
         """Time a few rounds after half of each text, at an average context length; the first is a warm-up.
 
         Returns only rounds with the full draft length: none if the context does not hold such a draft. `read`: shared
-        with other variants of the same target and texts, which then read the prompts once.
+        with other arms of the same target and texts, which then read the prompts once.
         """
         target = ReadOnce(self.target, read, self.costs)
         widths = None if self.costs is None else self.costs.draft_widths
@@ -290,27 +289,27 @@ class TimedVariant:
 
 
 def _timed(
-    variants: dict[VariantKey, TimedVariant],
+    arms: dict[ArmKey, TimedArm],
     texts: Sequence[TargetText],
     batch: int,
     sampling: Sampling,
     done: Callable[[], None],
-) -> list[VariantRounds]:
-    """Return the rounds of every variant in each turn except the first, which allocates memory and chooses kernels.
+) -> list[ArmRounds]:
+    """Return the rounds of every arm in each turn except the first, which allocates memory and chooses kernels.
 
     The target alone is timed repeatedly in each turn, since every speedup is relative to it. Each turn begins with
-    another variant and uses other texts, whose prompts all variants share. `done` is called after each variant.
+    another arm and uses other texts, whose prompts all arms share. `done` is called after each arm.
     """
-    turns: list[VariantRounds] = []
-    others = [key for key in variants if key != ALONE]
+    turns: list[ArmRounds] = []
+    others = [key for key in arms if key != ALONE]
     read: ReadPrompts = {}
     for turn in range(TURNS + 1):
-        timed: VariantRounds = {key: [] for key in variants}
+        timed: ArmRounds = {key: [] for key in arms}
         first = turn * len(others) // (TURNS + 1)
         together = [texts[(turn * batch + row) % len(texts)] for row in range(batch)]
         for number, key in enumerate([*others[first:], *others[:first]]):
             for next_key in (ALONE, key) if number % 4 == 0 else (key,):
-                timed[next_key] += variants[next_key].rounds(together, sampling, turn, read)
+                timed[next_key] += arms[next_key].rounds(together, sampling, turn, read)
             done()
         end(read)
         turns.append(timed)

@@ -36,7 +36,7 @@ Verdict = Literal["lossless", "lossy", "inconclusive"]
 
 
 @dataclass(frozen=True)
-class VariantCheck:
+class ArmCheck:
     """A drafter with a policy at a temperature: the greedy or the sampling check, and the verdict."""
 
     drafter: str
@@ -57,7 +57,7 @@ class Check:
     """Of the first start."""
     fingerprints: dict[str, Any]
     """See `draftsmith.eval.session.fingerprints`; of a server the target's alone, or its name."""
-    arms: list[VariantCheck] = field(default_factory=list)
+    arms: list[ArmCheck] = field(default_factory=list)
     finished: bool = False
     notes: list[str] = field(default_factory=list)
     """The parts that were not tested, and the reasons."""
@@ -87,7 +87,7 @@ class Check:
         if "fingerprints" not in stored:
             return self
         try:
-            environment, arms = stored["environment"], TypeAdapter(list[VariantCheck]).validate_python(stored["arms"])
+            environment, arms = stored["environment"], TypeAdapter(list[ArmCheck]).validate_python(stored["arms"])
             before = {**stored["fingerprints"], "settings": stored["settings"], "environment": _lasting(environment)}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"out={out} holds a check.json that is not ours; expected {ANOTHER}") from error
@@ -135,12 +135,12 @@ def check(
             head = {"drafter": name, "policy": policy, "temperature": temperature}
             if temperature == 0:
                 greedy = check_greedy(target, decoder, prompts, alone, max_new_tokens=GREEDY_TOKENS, done=done)
-                arm = VariantCheck(**head, rule="greedy", verdict=greedy_verdict(greedy), greedy=greedy)
+                arm = ArmCheck(**head, rule="greedy", verdict=greedy_verdict(greedy), greedy=greedy)
             else:
                 job = _job(prompts, settings, temperature)
                 sampling = check_sampling(target, decoder, job, ALPHA / sampled, done)
                 rule = settings.rule or "best lossless"
-                arm = VariantCheck(**head, rule=rule, verdict=sampling.verdict, sampling=sampling)
+                arm = ArmCheck(**head, rule=rule, verdict=sampling.verdict, sampling=sampling)
             checked.arms.append(arm)
             keep(checked)
     whole = replace(checked, finished=True)
@@ -206,7 +206,7 @@ def _bar(total: int) -> Iterator[Done]:
         yield lambda tokens: bar.advance(task, tokens)
 
 
-def sampling_table(arm: VariantCheck, sampling: SamplingCheck) -> Table:
+def sampling_table(arm: ArmCheck, sampling: SamplingCheck) -> Table:
     """Return a table of all tests of one sampled arm, next to those of the control; it fits 100 columns."""
     title = f"{arm.drafter} ({arm.policy}), rule {arm.rule}, T={arm.temperature:g}: {arm.verdict.upper()}"
     table = Table(title=title, pad_edge=False)
@@ -244,7 +244,7 @@ def sentences(checked: Check) -> list[str]:
     return [*lines, *checked.notes]
 
 
-def _greedy(arm: VariantCheck, greedy: GreedyCheck, reference: str) -> list[str]:
+def _greedy(arm: ArmCheck, greedy: GreedyCheck, reference: str) -> list[str]:
     name = f"{arm.drafter} ({arm.policy}) at T={arm.temperature:g}"
     if greedy.drafted == 0 and not greedy.bugs:
         return [f"{name}: INCONCLUSIVE: nothing was drafted; more or longer prompts are needed."]
@@ -278,7 +278,7 @@ def _divergence(first: Divergence, reference: str) -> str:
     )
 
 
-def _sampling(arm: VariantCheck, sampling: SamplingCheck) -> list[str]:
+def _sampling(arm: ArmCheck, sampling: SamplingCheck) -> list[str]:
     name = f"{arm.drafter} ({arm.policy}) at T={arm.temperature:g}"
     if arm.verdict == "lossy":
         worst = min(sampling.rule.tests, key=lambda test: test.adjusted)
@@ -296,7 +296,7 @@ def _sampling(arm: VariantCheck, sampling: SamplingCheck) -> list[str]:
     ]
 
 
-def _why_inconclusive(arm: VariantCheck, sampling: SamplingCheck) -> str:
+def _why_inconclusive(arm: ArmCheck, sampling: SamplingCheck) -> str:
     if sampling.failure is not None:
         return f"not judged: the pass in twice the precision failed ({sampling.failure})."
     if sampling.rule.drafted == 0:

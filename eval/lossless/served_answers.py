@@ -21,7 +21,7 @@ from draftsmith.distill.data_section import DataSection, server_section
 from draftsmith.distill.detokenize import text_after
 from draftsmith.distill.server.answers import CUT, STOPPED, Answer, AnswerJournal, NoTokens, Place, bare, prompt_fields
 from draftsmith.distill.server.client import RequestFailed, ServerClient
-from draftsmith.distill.server.probe import check_server
+from draftsmith.distill.server.probe import require_served
 from draftsmith.distill.server.responses import ServerSampler, request_seed, together
 from draftsmith.distill.turns import Asked, text_seed
 from draftsmith.errors import ConfigError
@@ -106,7 +106,7 @@ class ServedModel:
                     data, chat, request_seed(settings.seed, *file.stem.encode()), None, settings.target
                 )
                 questions = Dataset.from_list([{"input_ids": p.input_ids, "turns": ""} for p in prompts])
-                await check_server(sampler, questions, client, target=settings.target)
+                await require_served(sampler, questions, client, target=settings.target)
                 return await _with_fields(sampler, client, prompts[0], settings), served.context
 
         sampler, context = asyncio.run(ask())

@@ -21,9 +21,9 @@ from draftsmith.eval.lossless.check import (
     INCONCLUSIVE,
     LOSSLESS,
     SERVED_RULE,
+    ArmCheck,
     Check,
     CheckSettings,
-    VariantCheck,
     greedy_verdict,
 )
 from draftsmith.eval.lossless.greedy import Divergence, GreedyCheck, WiderPassFailed
@@ -85,7 +85,7 @@ class ServedCheck:
     drafts: Callable[[int], int | None] = lambda _: None
     """See `DraftCount`."""
 
-    def arms(self) -> Iterator[VariantCheck]:
+    def arms(self) -> Iterator[ArmCheck]:
         """Yield the results of each kind of question."""
         requests = [CompletionRequest((ALONE, n, 0), p.input_ids, self._room(p)) for n, p in enumerate(self.prompts)]
         one, several = "one request at a time", f"{AT_ONCE} requests at a time"
@@ -127,9 +127,9 @@ class ServedCheck:
     def _room(self, prompt: Prompt, tokens: int = GREEDY_TOKENS) -> int:
         return tokens if self.limit is None else min(tokens, self.limit - len(prompt.input_ids))
 
-    def _arm(self, name: str, greedy: GreedyCheck, temperature: float = 0.0) -> VariantCheck:
+    def _arm(self, name: str, greedy: GreedyCheck, temperature: float = 0.0) -> ArmCheck:
         (served,) = self.settings.drafters
-        return VariantCheck(served, name, SERVED_RULE, temperature, greedy_verdict(greedy), greedy)
+        return ArmCheck(served, name, SERVED_RULE, temperature, greedy_verdict(greedy), greedy)
 
     def _compared(
         self,
@@ -205,7 +205,7 @@ class ServedCheck:
             done(self.limit)
         return self._compared(requests, said, own)
 
-    def _sampled(self, number: int, temperature: float, alone: Sequence[Completion]) -> VariantCheck:
+    def _sampled(self, number: int, temperature: float, alone: Sequence[Completion]) -> ArmCheck:
         """Sample the first tokens after each prompt with many seeds."""
         settings, sampling = self.settings, self.settings.sampling(temperature)
         contexts = [n for n, prompt in enumerate(self.prompts) if self._room(prompt, TOKENS) == TOKENS]
@@ -239,7 +239,7 @@ class ServedCheck:
         if found.verdict == LOSSLESS and (alike or drafted == 0):
             found = replace(found, verdict=INCONCLUSIVE)
         (served,) = settings.drafters
-        return VariantCheck(served, "sampled", SERVED_RULE, temperature, found.verdict, None, found)
+        return ArmCheck(served, "sampled", SERVED_RULE, temperature, found.verdict, None, found)
 
     def _begin(self, prompt: Prompt, text: Completion, end: int, *, tokens: bool) -> String:
         """Return the first tokens of a greedy answer, or their text."""

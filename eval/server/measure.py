@@ -15,7 +15,7 @@ from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.data_section import DataSection, ServerSection
 from draftsmith.distill.server.answers import Answer, NoTokens
 from draftsmith.distill.server.client import RequestFailed, ServerClient
-from draftsmith.distill.server.probe import alike, check_server, check_temperatures
+from draftsmith.distill.server.probe import alike, check_temperatures, require_served
 from draftsmith.distill.server.responses import ServerSampler
 from draftsmith.distill.turns import Asked
 from draftsmith.errors import ConfigError, DraftsmithError
@@ -23,7 +23,7 @@ from draftsmith.eval.harness import Grid
 from draftsmith.eval.journal import COUNTED, Journal, Numbers, Place, ServedCell
 from draftsmith.eval.prompts import Prompt, PromptBatch, batches
 from draftsmith.eval.server.counters import CounterRoutes, Counters, settled
-from draftsmith.eval.settings import BASELINE, Settings, Variant
+from draftsmith.eval.settings import BASELINE, Arm, Settings
 from draftsmith.provenance import environment
 from draftsmith.terminal import stage
 
@@ -47,7 +47,7 @@ class ServerRun:
     async def checked(self, client: ServerClient) -> ServerSampler:
         """Return the client of the server, after the checks that it serves the target."""
         sampler, questions = self.sampler(self.settings.temperatures[0], 0), self._questions()
-        await check_server(sampler, questions, client, target=self.settings.target)
+        await require_served(sampler, questions, client, target=self.settings.target)
         if max(self.settings.temperatures) > 0:
             await check_temperatures(sampler, questions, client)
         return sampler
@@ -85,7 +85,7 @@ class ServerRun:
 class _Measured:
     """A server while it is measured."""
 
-    arm: Variant
+    arm: Arm
     run: ServerRun
     client: ServerClient
     sampler: ServerSampler
@@ -142,7 +142,7 @@ async def _measure(
     runs: dict[str, ServerRun], grid: Grid[ServedCell], identity: dict[str, Any], done: Callable[[int], None]
 ) -> None:
     async with AsyncExitStack() as stack:
-        servers: dict[Variant, _Measured] = {}
+        servers: dict[Arm, _Measured] = {}
         for name, run in reversed(runs.items()):  # the baseline first: nothing is asked where it cannot be used
             client = await stack.enter_async_context(ServerClient(run.server))
             routes = CounterRoutes(run.server.base_url)

@@ -19,7 +19,7 @@ from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.data_section import DataSection, ServerSection
 from draftsmith.distill.server import client, responses
 from draftsmith.distill.server.answers import AnswerJournal
-from draftsmith.distill.server.probe import check_server
+from draftsmith.distill.server.probe import require_served
 from draftsmith.distill.server.responses import ServerSampler, request_seed, server_samples
 from draftsmith.distill.turns import question_numbers
 from draftsmith.errors import ConfigError, DraftsmithError
@@ -51,7 +51,7 @@ def sample(
     data = DataSection(response_tokens=8, server=section)
     sampler = ServerSampler(data, Chat(chat_tokenizer()), 0, 64, "tiny")
     say = ([] if said is None else said).append
-    return server_samples(sampler, asked, say, partial(check_server, target="tiny"), folder=folder, progress=False)
+    return server_samples(sampler, asked, say, partial(require_served, target="tiny"), folder=folder, progress=False)
 
 
 def expected(asked: Dataset, index: int) -> list[int]:
@@ -325,10 +325,9 @@ def test_addresses_with_the_wrong_path(path: str, said: str, tmp_path: Path) -> 
         asked = ServerSection(url=engine.url + path, model="tiny")
         data = DataSection(response_tokens=8, server=asked)
         sampler = ServerSampler(data, Chat(chat_tokenizer()), 0, 64, "tiny")
+        check, how = partial(require_served, target="tiny"), {"folder": tmp_path / "s", "progress": False}
         with pytest.raises(DraftsmithError) as error:
-            server_samples(
-                sampler, questions(), print, partial(check_server, target="tiny"), folder=tmp_path / "s", progress=False
-            )
+            server_samples(sampler, questions(), print, check, **how)
     assert "status 404" in str(error.value)
     assert str(error.value).endswith(said.format(url=engine.url))
     assert "are kept" not in str(error.value)
@@ -345,7 +344,7 @@ def test_several_responses_of_a_server_that_answers_every_seed_alike(tmp_path: P
             how = {"folder": tmp_path / str(refused), "progress": False}
             if refused:
                 with pytest.raises(ConfigError, match="responses=3, and the server answers every seed alike"):
-                    server_samples(sampler, questions(), print, partial(check_server, target="tiny"), **how)
+                    server_samples(sampler, questions(), print, partial(require_served, target="tiny"), **how)
             else:
-                rows = server_samples(sampler, questions(), print, partial(check_server, target="tiny"), **how)
+                rows = server_samples(sampler, questions(), print, partial(require_served, target="tiny"), **how)
                 assert len(rows) == 3 * QUESTIONS

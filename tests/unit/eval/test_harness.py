@@ -114,7 +114,7 @@ def test_draft_lengths_that_a_drafter_does_not_reach(tiny_target: LlamaForCausal
     with pytest.raises(ConfigError, match="draft_length=3; expected at most 2"):
         EvaluationRun(tiny_target, drafters, prompts[1:], SETTINGS.model_copy(update={"draft_lengths": (3,)}))
     run = EvaluationRun(tiny_target, drafters, prompts[1:], SETTINGS.model_copy(update={"draft_lengths": (1, 3)}))
-    assert run.plans == {"d": [{"draft_length": 1}]}
+    assert run.options == {"d": [{"draft_length": 1}]}
     assert run.left_out == ["d at gamma=3: it proposes at most 2 tokens."]
 
 

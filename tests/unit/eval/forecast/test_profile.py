@@ -106,12 +106,12 @@ def test_a_hybrid_is_timed_as_its_drafter_and_copies_are_not(monkeypatch: pytest
     network = EarlyExit(target, layers=1)
     drafters = {"one": network, "hybrid": Hybrid(network, SuffixRetrieval()), "copies": SuffixRetrieval()}
 
-    class Recording(hardware.TimedVariant):
+    class Recording(hardware.TimedArm):
         def rounds(self, *_: object) -> list[Round]:
             timed.add(self.drafter)
             return taken([2 + self.draft_length], self.draft_length, drafting=1)
 
-    monkeypatch.setattr(hardware, "TimedVariant", Recording)
+    monkeypatch.setattr(hardware, "TimedArm", Recording)
     monkeypatch.setattr(hardware, "measure_costs", lambda *_, **__: Costs({1: 1.0}, {1: 0.1}))
     costs = hardware.pass_costs(target, drafters)
     found = hardware.measure_hardware(target, drafters, ["text"], costs, draft_length=2, sampling=Sampling(0.0))

@@ -13,7 +13,7 @@ from draftsmith.decode.policies import BestFirst
 from draftsmith.decode.profiling import measure_costs
 from draftsmith.decode.sampling import Sampling
 from draftsmith.eval.forecast.forecast import forecast
-from draftsmith.eval.forecast.hardware import TimedVariant, _Fixed, end
+from draftsmith.eval.forecast.hardware import TimedArm, _Fixed, end
 from draftsmith.eval.settings import ForecastSettings
 from draftsmith.eval.teacher_forced import TargetText
 from draftsmith.heads import HEADS, DraftModel
@@ -50,7 +50,7 @@ def test_passes_over_drafts_read_different_tokens() -> None:
     model, text = make_llama(), TargetText(torch.randint(5, 64, (60,)).tolist(), 20, 120)
     passes = reading(model)
     for length in (3, 7, 15):
-        rounds = TimedVariant(model, _Fixed(length), length).rounds([text], Sampling(1.0), 0, {})
+        rounds = TimedArm(model, _Fixed(length), length).rounds([text], Sampling(1.0), 0, {})
         assert {record.drafted for record in rounds} == {length}
         wide = [tokens for tokens in passes if len(tokens) == 1 + length]
         assert sum(len(set(tokens)) for tokens in wide) > 0.75 * sum(map(len, wide)) > 0
@@ -84,8 +84,8 @@ def test_rounds_after_prompts_that_were_read_before_are_the_same(
     prompts = [[5, 9, 12, 7, 30, 5, 9, 5, 9, 12, 7, 30], [3, 3, 8, 3, 3, 8, 11, 6]]
     texts = [TargetText(prompt, 4, 100) for prompt in prompts][: 1 if make is _recurrent else 2]
     costs = Costs({1: 1.0, 2: 1.0, 3: 3.0, 4: 1.0}, {1: 1.0})
-    arms = [TimedVariant(target), TimedVariant(target, _Fixed(3), 3, costs)]
-    arms += [TimedVariant(target, drafter, length, costs) for length in (1, 2)]
+    arms = [TimedArm(target), TimedArm(target, _Fixed(3), 3, costs)]
+    arms += [TimedArm(target, drafter, length, costs) for length in (1, 2)]
     shared = {}
     for arm in [*arms, *reversed(arms)]:
         for temperature in (0.0, 1.0):

@@ -11,7 +11,7 @@ from vision_models import build
 from vision_models import prompt as image_prompt
 
 from draftsmith import SpeculativeDecoder
-from draftsmith.eval.lossless.check import Check, VariantCheck, greedy_verdict, sentences
+from draftsmith.eval.lossless.check import ArmCheck, Check, greedy_verdict, sentences
 from draftsmith.eval.lossless.greedy import GreedyCheck, check_greedy, divergences, read
 from draftsmith.eval.prompts import Prompt
 from draftsmith.eval.session import load_session
@@ -96,7 +96,7 @@ def test_without_a_pass_in_twice_the_precision_nothing_is_judged() -> None:
     assert {weight.dtype for weight in target.parameters()} == {torch.bfloat16}
     checked = GreedyCheck(1, 0, LENGTH, 3, found)
     assert greedy_verdict(checked) == "inconclusive"
-    arm = VariantCheck("d", "chain", "greedy", 0.0, "inconclusive", greedy=checked)
+    arm = ArmCheck("d", "chain", "greedy", 0.0, "inconclusive", greedy=checked)
     environment = {"versions": {}}
     line, detail = sentences(Check(CheckSettings(target="t", drafters={"d": "d"}), environment, {}, [arm]))
     assert f"0 near ties, 0 tokens that no rounding explains; {len(found)} not judged." in line

@@ -16,7 +16,7 @@ from draftsmith import SpeculativeDecoder
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.server.answers import bare
 from draftsmith.distill.turns import text_seed
-from draftsmith.eval.lossless.check import Check, VariantCheck, report, sentences
+from draftsmith.eval.lossless.check import ArmCheck, Check, report, sentences
 from draftsmith.eval.lossless.hypotheses import chi_square_tail, homogeneity
 from draftsmith.eval.lossless.served_answers import Baseline, Completion, CompletionRequest, Local, ServedModel
 from draftsmith.eval.lossless.served_check import ServedCheck
@@ -87,7 +87,7 @@ class Server:
 
 def check(
     server: Server, *, baseline: bool = False, tokens: int = 1600, reference: Any = None
-) -> tuple[dict[str, VariantCheck], list[str]]:
+) -> tuple[dict[str, ArmCheck], list[str]]:
     settings = CheckSettings(target="tiny", server="http://127.0.0.1", temperatures=(0.0, 1.0), tokens=tokens)
     other = cast(ServedModel, Server("no drafts", texts=server.texts, seed=1))
     known = Baseline(other) if baseline else Local(reference or target(), server.chat, 0)
