@@ -5,7 +5,7 @@ check.
 """
 
 import os.path
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
@@ -168,12 +168,3 @@ def expected(problem: ErrorDetails) -> str:
         if kind == name:
             return f"{sign} {bounds[bound]:.12g}"
     return problem["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-
-
-def first_difference(stored: Any, now: Any, key: str = "") -> str | None:
-    """Return the first key whose values differ, as in `train.steps=8 there, 9 here`; None for equal values."""
-    if not (isinstance(stored, Mapping) and isinstance(now, Mapping)):
-        return None if stored == now else f"{key}={stored!r} there, {now!r} here"
-    names = [*now, *(name for name in stored if name not in now)]
-    differences = (first_difference(stored.get(n), now.get(n), f"{key}.{n}".lstrip(".")) for n in names)
-    return next(filter(None, differences), None)

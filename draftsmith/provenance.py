@@ -7,6 +7,7 @@ import platform
 import shlex
 import shutil
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -127,6 +128,15 @@ def environment() -> dict[str, Any]:
         "accelerator": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
+
+
+def first_difference(stored: Any, now: Any, key: str = "") -> str | None:
+    """Return the first key whose values differ, as in `train.steps=8 there, 9 here`; None for equal values."""
+    if not (isinstance(stored, Mapping) and isinstance(now, Mapping)):
+        return None if stored == now else f"{key}={stored!r} there, {now!r} here"
+    names = [*now, *(name for name in stored if name not in now)]
+    differences = (first_difference(stored.get(n), now.get(n), f"{key}.{n}".lstrip(".")) for n in names)
+    return next(filter(None, differences), None)
 
 
 def has_cxx_compiler() -> bool:

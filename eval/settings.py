@@ -8,17 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from draftsmith.config import (
-    Count,
-    Distinct,
-    Probability,
-    Section,
-    Seed,
-    Temperature,
-    TemplateVariables,
-    first_difference,
-    user_name,
-)
+from draftsmith.config import Count, Distinct, Probability, Section, Seed, Temperature, TemplateVariables, user_name
 from draftsmith.decode.policies import POLICIES, check_policy
 from draftsmith.distill.data_section import ServerSection, is_address, require_address, server_section
 from draftsmith.distill.target_section import TargetSection
@@ -36,6 +26,7 @@ from draftsmith.names import (
     require_cached_without_hub,
 )
 from draftsmith.option_fields import Option, assignments, only
+from draftsmith.provenance import first_difference
 from draftsmith.reading import specified_name
 from draftsmith.storage import require_writable_file
 

@@ -11,10 +11,10 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from draftsmith.config import first_difference
 from draftsmith.distill.data_section import SELF
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.names import EMBEDDED
+from draftsmith.provenance import first_difference
 from draftsmith.reading import dump_yaml, parse_json, parse_yaml, read_json, read_text
 from draftsmith.storage import LOCK, JsonLines, clear_leftovers, hold_folder, is_leftover, write_json, write_text
 from draftsmith.train.checkpoints import checkpoint_folder, newest_first, read_state, step_of

@@ -1,14 +1,13 @@
 """Tests of the hypothesis that texts have the target's distribution, their power, and one verdict over all of them.
 
-Samples of the decoder (sampled_texts.py) and answers of a server (served_check.py) become `Evidence`, to which the same
-tests are applied: beside a sample of the rule there is a control of the same size, which is wrong on purpose, and
-p-values are corrected by Holm's method.
-Tail probabilities and power are in fp64, from torch's special functions.
+Samples of the decoder (sampled_texts.py) and answers of a server (served_check.py) are tested alike by `apply_tests`:
+beside a sample of the rule there is a control of the same size, which is wrong on purpose, and p-values are corrected
+by Holm's method. Tail probabilities and power are in fp64, from torch's special functions.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Literal
 
@@ -61,32 +60,6 @@ class RuleSample:
         return [test for test in self.tests if test.adjusted < level]
 
 
-@dataclass(frozen=True, eq=False)
-class Evidence:
-    """The statistics of one sample, whose distributions are known if its texts have the target's."""
-
-    tokens: int
-    uniform: Mapping[str, tuple[Tensor, float]] = field(default_factory=dict)
-    """By test, numbers that are uniform on [0, 1], and how far rounding may move their distribution."""
-    summed: Mapping[str, tuple[Terms, float]] = field(default_factory=dict)
-    """By test, chi-squared statistics, and the number of draws."""
-    impossible: int | None = None
-    """Tokens to which the target assigns probability 0; None: not known."""
-    tolerance: float = 0.0
-    drafted: int | None = None
-
-    def tested(self, level: float) -> RuleSample:
-        """Return every test, at a level for all of them together."""
-        level /= len(self.uniform) + len(self.summed) + (self.impossible is not None)
-        tests = [_uniform_test(name, *values, level) for name, values in self.uniform.items()]
-        tests += [_summed_test(name, *terms, level) for name, terms in self.summed.items()]
-        if self.impossible is not None:
-            tests.append(_impossible_test(self.impossible, self.tokens, self.tolerance, level))
-        adjusted = holm([test.p_value for test in tests])
-        tests = [replace(test, adjusted=value) for test, value in zip(tests, adjusted, strict=True)]
-        return RuleSample(tests, self.tokens, self.tolerance, self.drafted)
-
-
 @dataclass(frozen=True)
 class SamplingCheck:
     """Samples of the rule and of the control of the same size, and the verdict."""
@@ -109,6 +82,33 @@ def judged(honest: RuleSample, control: RuleSample, level: float, *, lossless: b
     else:  # the tests are too weak at this size, or the rule is known to be lossy and was not detected
         verdict = "inconclusive"
     return SamplingCheck(verdict, level, honest, control)
+
+
+def apply_tests(
+    level: float,
+    tokens: int,
+    uniform: Mapping[str, tuple[Tensor, float]] = {},
+    summed: Mapping[str, tuple[Terms, float]] = {},
+    impossible: int | None = None,
+    tolerance: float = 0.0,
+    drafted: int | None = None,
+) -> RuleSample:
+    """Return every test of a sample.
+
+    Args:
+        level: for all tests together.
+        uniform: by test, numbers that are uniform on [0, 1], and how far rounding may move their distribution.
+        summed: by test, chi-squared statistics, and the number of draws.
+        impossible: tokens to which the target assigns probability 0; None: not known.
+    """
+    level /= len(uniform) + len(summed) + (impossible is not None)
+    tests = [_uniform_test(name, *values, level) for name, values in uniform.items()]
+    tests += [_summed_test(name, *terms, level) for name, terms in summed.items()]
+    if impossible is not None:
+        tests.append(_impossible_test(impossible, tokens, tolerance, level))
+    adjusted = holm([test.p_value for test in tests])
+    tests = [replace(test, adjusted=value) for test, value in zip(tests, adjusted, strict=True)]
+    return RuleSample(tests, tokens, tolerance, drafted)
 
 
 def _uniform_test(name: str, u: Tensor, tolerance: float, level: float) -> Test:
@@ -249,12 +249,12 @@ Drawn = list[list[String]]
 NAMES = ("first token", "first two tokens", "first three tokens")
 
 
-def against_others(others: Drawn, by_place: bool, drawn: Drawn) -> Evidence:
-    """Return how continuations compare with others that are known to have the target's distribution.
+def against_others(others: Drawn, by_place: bool, drawn: Drawn, level: float) -> RuleSample:
+    """Return the tests of continuations against others that are known to have the target's distribution.
 
     Args:
         others: by context, as many as the tested ones, or more.
-        by_place: the first one, two and three tokens are compared, too; for texts, characters are no tokens.
+        by_place: the first one, two and three tokens are tested, too; for texts, characters are no tokens.
     """
     depths = {JOINT: None, **({name: depth for depth, name in enumerate(NAMES, 1)} if by_place else {})}
     summed = {}
@@ -266,7 +266,7 @@ def against_others(others: Drawn, by_place: bool, drawn: Drawn) -> Evidence:
             # n sum d^2 / p of one sample becomes n m / (n + m) sum d^2 / p of two.
             count += len(ours) * len(theirs) / (len(ours) + len(theirs))
         summed[name] = (statistic, freedom, 0.0), count
-    return Evidence(sum(len(text) for texts in drawn for text in texts), summed=summed)
+    return apply_tests(level, sum(len(text) for texts in drawn for text in texts), summed=summed)
 
 
 END = -1

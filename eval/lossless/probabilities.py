@@ -29,9 +29,10 @@ from draftsmith.eval.lossless.hypotheses import (
     JOINT,
     LEAST,
     Drawn,
-    Evidence,
+    RuleSample,
     String,
     Terms,
+    apply_tests,
     chi_square,
 )
 from draftsmith.eval.prompts import Prompt
@@ -257,7 +258,7 @@ PLACES = ("first token", "second token", "third token")
 
 @dataclass(frozen=True)
 class AgainstTarget:
-    """The comparison of continuations with p, which is computed in twice the precision of the weights.
+    """Tests of continuations against p, which is computed in twice the precision of the weights.
 
     Args:
         contexts: the prompts.
@@ -277,8 +278,8 @@ class AgainstTarget:
         texts = zip(self.contexts, self.greedy, strict=True)
         return 2 * fmean(self.target.rounding(context, [text], self.length) for context, text in texts)
 
-    def __call__(self, drawn: Drawn) -> Evidence:
-        """Return the evidence of continuations by context."""
+    def __call__(self, drawn: Drawn, level: float) -> RuleSample:
+        """Return the tests of continuations by context."""
         v, u, impossible = torch.Generator().manual_seed(self.seed), list[Tensor](), 0
         statistic, freedom, shift = 0.0, 0, 0.0
         for context, texts in zip(self.contexts, drawn, strict=True):
@@ -290,4 +291,4 @@ class AgainstTarget:
         values |= {name: torch.cat([u_T[place : place + 1] for u_T in u]) for place, name in enumerate(PLACES)}
         uniform = {name: (u_N, self.tolerance) for name, u_N in values.items()}
         joint = {JOINT: ((statistic, freedom, shift), sum(map(len, drawn)))}
-        return Evidence(len(values[ALL_TOKENS]), uniform, joint, impossible, self.tolerance)
+        return apply_tests(level, len(values[ALL_TOKENS]), uniform, joint, impossible, self.tolerance)

@@ -25,11 +25,11 @@ from draftsmith.errors import ConfigError
 from draftsmith.eval.lossless.hypotheses import (
     ALL_TOKENS,
     JOINT,
-    Evidence,
     RuleSample,
     SamplingCheck,
     String,
     Terms,
+    apply_tests,
     chi_square,
     judged,
 )
@@ -128,7 +128,7 @@ def sample(
     pairs_n2 = torch.cat(texts.pairs)
     summed = {"first two of a round": (_independence(pairs_n2, tolerance), len(pairs_n2))}
     summed[JOINT] = p.compared(prompt, continuations), len(continuations)
-    return Evidence(len(u_N), uniform, summed, texts.impossible, tolerance, texts.drafted).tested(level)
+    return apply_tests(level, len(u_N), uniform, summed, texts.impossible, tolerance, texts.drafted)
 
 
 def _independence(pairs_n2: Tensor, tolerance: float) -> Terms:

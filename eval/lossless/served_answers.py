@@ -26,7 +26,7 @@ from draftsmith.distill.server.responses import ServerSampler, request_seed, tog
 from draftsmith.distill.turns import Asked, text_seed
 from draftsmith.errors import ConfigError
 from draftsmith.eval.lossless.greedy import Divergence, divergences
-from draftsmith.eval.lossless.hypotheses import Drawn, Evidence, String, against_others
+from draftsmith.eval.lossless.hypotheses import Drawn, RuleSample, String, against_others
 from draftsmith.eval.lossless.probabilities import AgainstTarget, SampledTarget
 from draftsmith.eval.lossless.sampled_texts import BATCH, Done
 from draftsmith.eval.prompts import Prompt
@@ -202,8 +202,8 @@ JUDGED = 1000
 """First number of the places of these draws in the journal."""
 
 
-AgainstReference = Callable[[Drawn], Evidence]
-"""Returns how continuations, by context, compare with the reference's distribution."""
+AgainstReference = Callable[[Drawn, float], RuleSample]
+"""Returns the tests of continuations, by context, against the reference's distribution, at a level for all tests."""
 
 
 def string(text: Completion, end: int, *, tokens: bool) -> String:
@@ -252,7 +252,7 @@ class Local:
     def against(
         self, requests: list[list[CompletionRequest]], greedy: Sequence[String], sampling: Sampling, *, tokens: bool
     ) -> AgainstReference:
-        """Return the comparison of answers to sampled requests, by context, with its own distribution.
+        """Return the tests of answers to sampled requests, by context, against its own distribution.
 
         Args:
             greedy: by context, the server's greedy continuation.

@@ -292,7 +292,7 @@ def check_samples(drawn: Drawn, greedy: Sequence[String], level: float, compared
         for texts, own in zip(drawn, greedy, strict=True)
     ]
     try:
-        return judged(compared(drawn).tested(level), compared(control).tested(level), level)
+        return judged(compared(drawn, level), compared(control, level), level)
     except WiderPassFailed as error:
         none = RuleSample([], sum(len(text) for texts in drawn for text in texts), 0.0)
         return SamplingCheck(INCONCLUSIVE, level, none, none, str(error))
