@@ -43,15 +43,7 @@ from draftsmith.decode.drafts.builder import DraftBuilder
 from draftsmith.decode.draws import NOT_DRAWN
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.passes.runner import ModelRunner
-from draftsmith.decode.policies import (
-    AdaptiveChain,
-    BestFirst,
-    Chain,
-    ConfidenceChain,
-    Policy,
-    SampledTree,
-    experience,
-)
+from draftsmith.decode.policies import AdaptiveChain, BestFirst, Chain, ConfidenceChain, Policy, SampledTree, experience
 from draftsmith.decode.rules import RULES
 from draftsmith.decode.rules.outcome import VerifyResult
 from draftsmith.decode.sampling import Processors, Sampling
@@ -283,11 +275,7 @@ class Copies(ToyDrafter):
 
 
 @pytest.mark.parametrize(
-    ("policy", "kind"),
-    [
-        *product([Adaptive(STEEP, 3), Adaptive(STEEPER, 3)], [ToyDrafter, Copies]),
-    ],
-    ids=str,
+    ("policy", "kind"), [*product([Adaptive(STEEP, 3), Adaptive(STEEPER, 3)], [ToyDrafter, Copies])], ids=str
 )
 @pytest.mark.parametrize("eos", [NO_EOS, frozenset({2})], ids=["no EOS", "EOS"])
 def test_policies_that_learn_are_lossless(
@@ -409,13 +397,7 @@ HEADS_OF_TARGETS: dict[str, dict[str, object]] = {
     "dflash with a recurrent Markov bias": {"block_size": 3, "markov_rank": 2, "markov_type": "rnn"},
     "dflash with a lattice": LATTICE,
     "dflash with a lattice of 3 tokens": {"draft_vocabulary": [0, 2, 4], **LATTICE},
-    "dflash 2": {
-        "block_size": 3,
-        "conv_kernel_size": 2,
-        "conv_group_size": 4,
-        "selector_rank": 2,
-        "selector_top_k": 3,
-    },
+    "dflash 2": {"block_size": 3, "conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 2, "selector_top_k": 3},
 }
 
 

@@ -68,12 +68,7 @@ def test_a_wrong_rule_is_rejected(mutant: Mutant) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "policy"),
-    [
-        (wrong_rules.token, CHAIN),
-        (wrong_rules.block, CHAIN),
-        (wrong_rules.traversal, TREE),
-    ],
+    ("rule", "policy"), [(wrong_rules.token, CHAIN), (wrong_rules.block, CHAIN), (wrong_rules.traversal, TREE)]
 )
 def test_the_mutants_are_correct_without_their_mutation(rule: Verify, policy: Policy) -> None:
     pair = Round(PLAIN_SETTING, SEED)

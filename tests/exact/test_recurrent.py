@@ -76,8 +76,7 @@ def test_recurrent_targets_are_lossless(family: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "policy"),
-    [("rwkv", CHAIN), ("deepseek_v32", CHAIN), *[("deepseek_v32", TREE)] * INDEXED_TREES],
+    ("family", "policy"), [("rwkv", CHAIN), ("deepseek_v32", CHAIN), *[("deepseek_v32", TREE)] * INDEXED_TREES]
 )
 @pytest.mark.filterwarnings("ignore:model_type=")
 def test_models_without_rollback_and_with_an_indexer_are_lossless(family: str, policy: Policy) -> None:

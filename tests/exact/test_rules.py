@@ -12,14 +12,7 @@ from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsPr
 
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.drafts.batch import NO_DRAFT
-from draftsmith.decode.policies import (
-    AdaptiveChain,
-    BestFirst,
-    Chain,
-    ConfidenceChain,
-    Policy,
-    SampledTree,
-)
+from draftsmith.decode.policies import AdaptiveChain, BestFirst, Chain, ConfidenceChain, Policy, SampledTree
 from draftsmith.decode.rules import RULES
 from draftsmith.decode.sampling import Sampling
 
@@ -60,24 +53,13 @@ CHAINS = {
     "confidence": ConfidenceChain(threshold=0.5, draft_length=GAMMA),
     "adaptive": AdaptiveChain(STEEP, draft_length=GAMMA),
 }
-DRAWN_TREES = {
-    "chain": Chain(GAMMA),
-    "static": DrawnTree(BRANCHED),
-    "sampled": SampledTree(width=2, depth=GAMMA),
-}
-CHOSEN_TREES = {
-    "static best": ChosenTree(BRANCHED),
-    "best-first": BestFirst(size=3, depth=GAMMA),
-}
+DRAWN_TREES = {"chain": Chain(GAMMA), "static": DrawnTree(BRANCHED), "sampled": SampledTree(width=2, depth=GAMMA)}
+CHOSEN_TREES = {"static best": ChosenTree(BRANCHED), "best-first": BestFirst(size=3, depth=GAMMA)}
 SHAPES = {
     "token": CHAINS,
     "block": CHAINS,
     "traversal": DRAWN_TREES,
-    "point-mass": {
-        **CHOSEN_TREES,
-        "chain": Chain(GAMMA),
-        "sampled": DRAWN_TREES["sampled"],
-    },
+    "point-mass": {**CHOSEN_TREES, "chain": Chain(GAMMA), "sampled": DRAWN_TREES["sampled"]},
 }
 CELLS = [(rule, shape) for rule, shapes in SHAPES.items() for shape in shapes]
 GREEDY_SHAPES = {**CHAINS, **CHOSEN_TREES}
@@ -87,10 +69,7 @@ GREEDY_SHAPES = {**CHAINS, **CHOSEN_TREES}
 DEEP = GAMMA + 1
 DEEP_CHAIN = Chain(DEEP)
 DEEP_TREE = DrawnTree((*BRANCHED, (0, 0, 0)))
-DEEP_CELLS = [
-    *((rule, DEEP_CHAIN) for rule in SHAPES),
-    ("traversal", DEEP_TREE),
-]
+DEEP_CELLS = [*((rule, DEEP_CHAIN) for rule in SHAPES), ("traversal", DEEP_TREE)]
 
 
 @lru_cache(maxsize=PAIRS)

@@ -27,11 +27,7 @@ CASES = int(os.environ.get("DRAFTSMITH_FUZZ_CASES", "100"))
 MORE = 42
 """Times as many under `make test-slow`."""
 SEED = int(os.environ.get("DRAFTSMITH_FUZZ_SEED", "0"))
-KINDS = {
-    "prompts": (prompts_cases, 0.15),
-    "template": (template_cases, 0.1),
-    "drafter": (drafter_cases, 0.15),
-}
+KINDS = {"prompts": (prompts_cases, 0.15), "template": (template_cases, 0.1), "drafter": (drafter_cases, 0.15)}
 """Strategy of each kind of case, and its share."""
 
 

@@ -132,10 +132,7 @@ class Heard(BaseStreamer):
 
 
 def test_sampling_batches_stops_and_streams_as_generate_does(
-    tmp_path: Path,
-    target: LlamaForCausalLM,
-    tiny_tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the export's folder, as its card says."""
     monkeypatch.chdir(exported(made("medusa", target), target, "transformers", tmp_path / "out").folder)

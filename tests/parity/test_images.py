@@ -5,12 +5,7 @@ import torch
 from drawn_tree import ChosenTree, widths_shape
 from targets.outcome import NoisyReference
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-    Qwen2AudioConfig,
-    Qwen2AudioForConditionalGeneration,
-)
+from transformers import GenerationConfig, PreTrainedModel, Qwen2AudioConfig, Qwen2AudioForConditionalGeneration
 from vision_models import FAMILIES, IMAGE, TEXT, ImagePrompt, build, prompt, two_images
 
 from draftsmith import SpeculativeDecoder

@@ -474,10 +474,7 @@ def test_memory_counts_the_layer_that_the_files_have(name: str, tmp_path: Path) 
 
 PLACE = f"model.layers.{DEPTH}."
 REFUSED: dict[str, tuple[dict[str, Tensor | None], str]] = {
-    "experts": (
-        {f"{PLACE}mlp.experts.0.up_proj.weight": torch.zeros(1)},
-        "1 matrices of experts; expected gate, up",
-    ),
+    "experts": ({f"{PLACE}mlp.experts.0.up_proj.weight": torch.zeros(1)}, "1 matrices of experts; expected gate, up"),
     "router": ({f"{PLACE}mlp.gate.weight": torch.zeros(1)}, "unexpected tensor mlp.gate.weight; expected none"),
     "latent attention": (
         {f"{PLACE}self_attn.kv_a_proj_with_mqa.weight": torch.zeros(1)},

@@ -34,12 +34,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "selector_rank=2, conv_kernel_size=0; expected both or",
     ),
     "convolutions alone": ("dflash", {"conv_kernel_size": 2}, "sglang", "conv_kernel_size=2; expected both or none"),
-    "dflash 2 in gguf": (
-        "dflash",
-        {"selector_rank": 2},
-        "gguf",
-        "convolutions or transitions other than",
-    ),
+    "dflash 2 in gguf": ("dflash", {"selector_rank": 2}, "gguf", "convolutions or transitions other than"),
     "mtp in vllm": ("mtp", {}, "vllm", "format='vllm'; expected native, transformers for a drafter of type mtp"),
     "an anchor that predicts": (
         "dflash",

@@ -60,11 +60,7 @@ def test_files_of_engines_with_plain_embeddings_are_refused(tmp_path: Path, targ
 
 @pytest.mark.parametrize(
     ("kind", "format", "options"),
-    [
-        ("dflash", "vllm", {}),
-        ("dflash", "sglang", {"sample_from_anchor": True}),
-        ("hass", "sglang", {}),
-    ],
+    [("dflash", "vllm", {}), ("dflash", "sglang", {"sample_from_anchor": True}), ("hass", "sglang", {})],
 )
 def test_exports_for_engines_with_plain_embeddings_are_refused(
     kind: str, format: str, options: dict[str, Any], tmp_path: Path, target: Gemma3ForCausalLM

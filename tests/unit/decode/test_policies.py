@@ -80,13 +80,7 @@ def path_weights(shown: Draft, table: Table) -> list[float]:
     return weights
 
 
-ALL = [
-    Chain(3),
-    ConfidenceChain(0.3, 6),
-    AdaptiveChain(FLAT, 5),
-    SampledTree(3, 3),
-    BestFirst(size=8, depth=4),
-]
+ALL = [Chain(3), ConfidenceChain(0.3, 6), AdaptiveChain(FLAT, 5), SampledTree(3, 3), BestFirst(size=8, depth=4)]
 
 
 @pytest.mark.parametrize("policy", ALL, ids=str)

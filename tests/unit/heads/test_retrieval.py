@@ -13,14 +13,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.checkpoint import describe_target
 from draftsmith.heads.draft_model import DraftModel, EarlyExit, first_layers
-from draftsmith.heads.retrieval import (
-    Hybrid,
-    NgramIndex,
-    PromptLookup,
-    Retrieval,
-    SuffixAutomaton,
-    SuffixRetrieval,
-)
+from draftsmith.heads.retrieval import Hybrid, NgramIndex, PromptLookup, Retrieval, SuffixAutomaton, SuffixRetrieval
 
 PROMPTS = [[5, 9, 33, 2, 5, 9, 33, 2, 5, 9], [7, 7, 8], [40]]
 

@@ -64,16 +64,8 @@ def fitted(kind: str) -> tuple[LlamaForCausalLM, TrainableDrafter]:
 
 
 CASES: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
-    "first position": (
-        "dflash",
-        lambda config: config.update(sample_from_anchor=True),
-        "sample_from_anchor=False",
-    ),
-    "layers": (
-        "eagle3",
-        lambda config: config.update(eagle_aux_hidden_state_layer_ids=[2]),
-        "layer ids one lower",
-    ),
+    "first position": ("dflash", lambda config: config.update(sample_from_anchor=True), "sample_from_anchor=False"),
+    "layers": ("eagle3", lambda config: config.update(eagle_aux_hidden_state_layer_ids=[2]), "layer ids one lower"),
     "one layer": (
         THREE,
         lambda config: config.update(eagle_aux_hidden_state_layer_ids=[1, 2, 4]),
