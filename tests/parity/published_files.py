@@ -147,6 +147,9 @@ def eagle3_step(
         x = torch.cat([rms(embeds, w["layers.0.input_layernorm.weight"]), normed], -1)
         h = (normed if residual_normed else states) + causal_attention(w, x, window=window)
         h = h + mlp(w, rms(h, w["layers.0.post_attention_layernorm.weight"]))
+        if "layers.1.input_layernorm.weight" in w:
+            h = h + causal_attention(w, rms(h, w["layers.1.input_layernorm.weight"]), "layers.1.self_attn")
+            h = h + mlp(w, rms(h, w["layers.1.post_attention_layernorm.weight"]), "layers.1.mlp")
         logits_D = rms(h, w["norm.weight"]) @ w["lm_head.weight"].T
         if "d2t" not in w:
             return h, logits_D

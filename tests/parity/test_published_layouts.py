@@ -1,10 +1,13 @@
 """Drafters in other projects' layouts give the logits that the layout describes (fp64, 1e-12)."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from parity import published_files
+from parity import test_round_trips as layouts
 from parity.published_files import (
     DRAFTED,
     HEAD,
@@ -14,7 +17,6 @@ from parity.published_files import (
     PROMPT,
     VLLM,
     VOCAB,
-    Tensors,
     causal_attention,
     close,
     doubled,
@@ -32,13 +34,13 @@ from parity.published_files import (
     stepwise,
     written,
 )
+from parity.test_round_trips import Folder
 from recording import decoded_logits
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from draftsmith import ConfigError, load_drafter
-from draftsmith.heads.checkpoint import describe_target, save_drafter
+from draftsmith import load_drafter
 
 
 @pytest.fixture
@@ -48,112 +50,80 @@ def target() -> LlamaForCausalLM:
 
 # EAGLE-3.
 
+Maker = Callable[[LlamaForCausalLM], Folder]
+MISSING = object()
+NORMED = {"residual_normed": True}
+IN_A_WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 3}
+MROPE = {"rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]}}
+UNSORTED = [KEPT[row] for row in (4, 0, 7, 2, 1, 6, 3, 5)]
 
-@pytest.mark.parametrize("vocabulary", [None, KEPT], ids=["whole", "draft vocabulary"])
-@pytest.mark.parametrize("residual_normed", [False, True])
-def test_eagle3_of_vllm(
-    vocabulary: list[int] | None, residual_normed: bool, tmp_path: Path, target: LlamaForCausalLM
+
+def eagle3(vocabulary: list[int] | None = None, layer: dict[str, Any] | None = None, **changes: Any) -> Maker:
+    """Return a maker of a speculators folder with other values of its config and of its layers' config."""
+
+    def make(_: LlamaForCausalLM) -> Folder:
+        size = VOCAB if vocabulary is None else len(vocabulary)
+        config = speculators("eagle3", **VLLM, draft_vocab_size=size) | changes
+        config["transformer_layer_config"] |= layer or {}
+        tensors = eagle3_tensors(vocabulary)
+        return {key: value for key, value in config.items() if value is not MISSING}, tensors
+
+    return make
+
+
+def with_one_map(target: LlamaForCausalLM) -> Folder:
+    config, tensors = eagle3(KEPT)(target)
+    return config, {name: value for name, value in tensors.items() if name != "t2d"}
+
+
+EAGLE3: dict[str, tuple[Maker, list[int], dict[str, Any]]] = {
+    "speculators": (eagle3(), [2, 3, 5], {}),
+    "8 tokens": (eagle3(KEPT), [2, 3, 5], {}),
+    "8 tokens, residual normed": (eagle3(KEPT, norm_before_residual=True), [2, 3, 5], NORMED),
+    "a missing norm_before_residual means true": (eagle3(norm_before_residual=MISSING), [2, 3, 5], NORMED),
+    "window, which holds the token itself": (eagle3(KEPT, IN_A_WINDOW), [2, 3, 5], {"window": 3}),
+    "EAGLE-3.1 in a window": (layouts.speculators_eagle3_of_8_tokens_in_a_window, [2, 3, 5], {"window": 3}),
+    "mrope of text is the default rotation": (eagle3(layer=MROPE), [2, 3, 5], {}),
+    "rows in any order": (eagle3(UNSORTED), [2, 3, 5], {}),
+    "d2t alone": (with_one_map, [2, 3, 5], {}),
+    "a map of every token": (eagle3([*range(VOCAB)]), [2, 3, 5], {}),
+    "DeepSpec, ids that count blocks": (layouts.deepspec_eagle3, [1, 2, 3, 4, 5], {}),
+    "SGLang, ids that count blocks": (layouts.sglang_eagle3, [2, 3, 5], {}),
+    "SGLang, EAGLE-3.1": (layouts.sglang_eagle31, [2, 3, 5], {}),
+    "the repository, without ids": (layouts.eagle3_of_the_repository, [2, 3, 3], {}),
+    "AngelSlim": (layouts.angelslim_eagle3, [2, 3, 3], {}),
+    "Automodel": (layouts.automodel_eagle3, [2, 3, 3], {}),
+}
+"""What makes the folder, the layers whose outputs the drafter reads, and the options of its step."""
+
+
+def assert_eagle3(
+    folder: Folder, layers: list[int], options: dict[str, Any], place: Path, target: LlamaForCausalLM
 ) -> None:
-    tensors = eagle3_tensors(vocabulary)
-    size = VOCAB if vocabulary is None else len(vocabulary)
-    config = speculators("eagle3", **VLLM, draft_vocab_size=size) | {"norm_before_residual": residual_normed}
-    drafter = load_drafter(written(tmp_path / "d", config, tensors), target)
-    tensors = doubled(tensors)
-    assert drafter.draft_length_hint == 3
-    states = hidden_states(target, [2, 3, 5]) @ tensors["fc.weight"].T
-    reference = stepwise(target, states, eagle3_step(tensors, residual_normed=residual_normed))
-    assert close(decoded_logits(drafter, target, PROMPT, DRAFTED), reference)
-
-
-def test_eagle3_with_a_sliding_window(tmp_path: Path, target: LlamaForCausalLM) -> None:
-    """The default of the speculators package; a token is in its own window."""
-    tensors = eagle3_tensors(KEPT)
-    config = speculators("eagle3", **VLLM, draft_vocab_size=len(KEPT))
-    config["transformer_layer_config"] |= {"layer_types": ["sliding_attention"], "sliding_window": 3}
-    drafter = load_drafter(written(tmp_path / "d", config, tensors), target)
-    tensors = doubled(tensors)
-    states = hidden_states(target, [2, 3, 5]) @ tensors["fc.weight"].T
-    step = eagle3_step(tensors, residual_normed=False, window=3)
-    assert close(decoded_logits(drafter, target, PROMPT, DRAFTED), stepwise(target, states, step))
-
-
-def test_eagle3_of_deepspec(tmp_path: Path, target: LlamaForCausalLM) -> None:
-    """Five features, ids that count blocks, norms of queries and keys, stored embeddings."""
-    norms = {f"layers.0.self_attn.{part}_norm.weight": (HEAD,) for part in "qk"}
-    tensors = eagle3_tensors(features=5) | random_tensors(norms, 7)
-    config = llama_config(model_type="qwen3", architectures=["Qwen3Eagle3Model"], target_layer_ids=[0, 1, 2, 3, 4])
-    stored = {"embed_tokens.weight": target.get_input_embeddings().weight}
-    drafter = load_drafter(written(tmp_path / "d", config, tensors | stored), target)
-    tensors = doubled(tensors)
-    states = hidden_states(target, [1, 2, 3, 4, 5]) @ tensors["fc.weight"].T
-    step = eagle3_step(tensors, residual_normed=False)
-    assert close(decoded_logits(drafter, target, PROMPT, DRAFTED), stepwise(target, states, step))
-
-
-def test_a_missing_norm_before_residual_means_true_in_vllms_layout(tmp_path: Path, target: LlamaForCausalLM) -> None:
-    tensors = eagle3_tensors()
-    config = speculators("eagle3", **VLLM)
-    del config["norm_before_residual"]
-    drafter = load_drafter(written(tmp_path / "d", config, tensors), target)
-    tensors = doubled(tensors)
-    states = hidden_states(target, [2, 3, 5]) @ tensors["fc.weight"].T
-    assert close(
-        decoded_logits(drafter, target, PROMPT, DRAFTED),
-        stepwise(target, states, eagle3_step(tensors, residual_normed=True)),
-    )
-
-
-def test_the_norms_of_eagle31(tmp_path: Path, target: LlamaForCausalLM) -> None:
-    """A norm for each feature before fc; normed states are fed back and read by the lm_head."""
-    tensors = eagle3_tensors() | random_tensors({f"fc_norm.{i}.weight": (HIDDEN,) for i in range(3)}, seed=1)
-    config = speculators("eagle3", **VLLM, fc_norm=True, norm_output=True)
-    drafter = load_drafter(written(tmp_path / "d", config, tensors), target)
-    tensors = doubled(tensors)
-    parts = hidden_states(target, [2, 3, 5]).chunk(3, -1)
-    normed = torch.cat([rms(part, tensors[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)], -1)
-    plain = eagle3_step(tensors, residual_normed=False)
+    config, tensors = folder
+    drafter = load_drafter(written(place, config, tensors), target)
+    assert "speculators_config" not in config or drafter.draft_length_hint == 3
+    assert (drafter.draft_vocabulary is None) == (config.get("draft_vocab_size", VOCAB) == VOCAB)
+    names = {name: name.removeprefix("model.").replace("midlayer.", "layers.0.") for name in tensors}
+    w = {names[name]: value for name, value in doubled(tensors).items()}
+    parts = hidden_states(target, layers).chunk(len(layers), -1)
+    parts = [rms(part, w[f"fc_norm.{i}.weight"]) if config.get("fc_norm") else part for i, part in enumerate(parts)]
+    read = torch.cat(parts, -1)
+    read = rms(read, w["input_norm.weight"]) if config.get("norm_before_fc") else read
+    plain = eagle3_step(w, **{"residual_normed": False, **options})
 
     def step(embeds: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         out, logits = plain(embeds, states)
-        return rms(out, tensors["norm.weight"]), logits
+        return rms(out, w["norm.weight"]) if config.get("norm_output") else out, logits
 
-    reference = stepwise(target, normed @ tensors["fc.weight"].T, step)
-    assert close(decoded_logits(drafter, target, PROMPT, DRAFTED), reference)
-
-
-def test_sglang_and_vllm_folders_are_one_drafter_and_ids_differ_by_one(
-    tmp_path: Path, target: LlamaForCausalLM
-) -> None:
-    """`midlayer`, ids that count blocks, and embeddings equal to the target's."""
-    tensors = eagle3_tensors(KEPT)
-    flat = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
-    flat["embed_tokens.weight"] = target.get_input_embeddings().weight
-    config = llama_config(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=len(KEPT))
-    vllm = written(tmp_path / "vllm", speculators("eagle3", **VLLM, draft_vocab_size=len(KEPT)), tensors)
-
-    def logits(ids: list[int]) -> Tensor:
-        ours = config | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}
-        return decoded_logits(load_drafter(written(tmp_path / "sglang", ours, flat), target), target, PROMPT, DRAFTED)
-
-    wanted = decoded_logits(load_drafter(vllm, target), target, PROMPT, DRAFTED)
-    assert torch.equal(logits([1, 2, 4]), wanted)
-    assert not close(logits([2, 3, 5]), wanted), "the trap: the same numbers mean other layers"
+    expected = stepwise(target, read @ w["fc.weight"].T, step)
+    assert close(decoded_logits(drafter, target, PROMPT, DRAFTED), expected)
 
 
-def test_automodels_eagle3_is_the_repositorys_without_ids(tmp_path: Path, target: LlamaForCausalLM) -> None:
-    """Names below `model.`, and the target's number of layers beside the one that is there."""
-    tensors = eagle3_tensors(KEPT)
-    tensors["embed_tokens.weight"] = target.get_input_embeddings().weight
-    flat = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
-    config = llama_config(architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=len(KEPT))
-    theirs = config | {"architectures": ["LlamaEagle3DraftModel"], "num_hidden_layers": 6, "parallel_drafting": False}
-    outer = ("lm_head.weight", "d2t", "t2d")
-    named = {name if name in outer else f"model.{name}": value for name, value in tensors.items()}
-    drafters = [load_drafter(written(tmp_path / "d", *one), target) for one in ((config, flat), (theirs, named))]
-    wanted, logits = (decoded_logits(one, target, PROMPT, DRAFTED) for one in drafters)
-    assert torch.equal(logits, wanted)
-    with pytest.raises(ConfigError, match=r"parallel_drafting=True in config\.json; expected False"):
-        load_drafter(written(tmp_path / "d", theirs | {"parallel_drafting": True}, named), target)
+@pytest.mark.parametrize("name", EAGLE3)
+def test_eagle3(name: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
+    make, layers, options = EAGLE3[name]
+    assert_eagle3(make(target), layers, options, tmp_path / "d", target)
 
 
 def test_the_layers_own_sizes_positions_and_epsilon_count(
@@ -162,54 +132,11 @@ def test_the_layers_own_sizes_positions_and_epsilon_count(
     """None of them as the target has it or as a Llama has it by default; two layers; a norm before fc, ids left out."""
     for name, value in {"HEAD": 16, "INNER": 40, "EPS": 1e-2, "THETA": 50.0}.items():
         monkeypatch.setattr(published_files, name, value)
-    second = {name.replace(".0.", ".1."): value for name, value in random_tensors(layer_shapes(), seed=5).items()}
-    tensors = eagle3_tensors() | second | random_tensors({"input_norm.weight": (3 * HIDDEN,)}, seed=1)
+    tensors = eagle3_tensors() | random_tensors(layer_shapes(layer=1), 5)
+    tensors |= random_tensors({"input_norm.weight": (3 * HIDDEN,)}, 1)
     config = speculators("eagle3", norm_before_residual=False, norm_before_fc=True)
     config["transformer_layer_config"]["num_hidden_layers"] = 2
-    drafter = load_drafter(written(tmp_path / "d", config, tensors), target)
-    tensors = doubled(tensors)
-    second = doubled(second)
-    normed = rms(hidden_states(target, [2, 3, 3]), tensors["input_norm.weight"])
-    headless = doubled({**tensors, "norm.weight": torch.ones(HIDDEN), "lm_head.weight": torch.eye(HIDDEN)})
-    first = eagle3_step(headless, residual_normed=False)
-
-    def step(embeds: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        h, _ = first(embeds, states)
-        h = h + causal_attention(second, rms(h, second["layers.1.input_layernorm.weight"]), "layers.1.self_attn")
-        h = h + mlp(second, rms(h, second["layers.1.post_attention_layernorm.weight"]), "layers.1.mlp")
-        return h, rms(h, tensors["norm.weight"]) @ tensors["lm_head.weight"].T
-
-    reference = stepwise(target, normed @ tensors["fc.weight"].T, step)
-    assert close(decoded_logits(drafter, target, PROMPT, DRAFTED), reference)
-
-
-def test_rows_of_a_draft_vocabulary_need_not_be_sorted(tmp_path: Path, target: LlamaForCausalLM) -> None:
-    def logits(folder: str, tokens: list[int], tensors: Tensors) -> Tensor:
-        config = speculators("eagle3", **VLLM, draft_vocab_size=len(tokens))
-        drafter = load_drafter(written(tmp_path / folder, config, tensors), target)
-        assert (drafter.draft_vocabulary is None) == (len(tokens) == VOCAB)
-        return decoded_logits(drafter, target, PROMPT, DRAFTED)
-
-    order = [4, 0, 7, 2, 1, 6, 3, 5]
-    sorted_rows, tokens = eagle3_tensors(KEPT), [KEPT[row] for row in order]
-    mixed = {**sorted_rows, "lm_head.weight": sorted_rows["lm_head.weight"][order]}
-    mixed["d2t"] = torch.tensor(tokens) - torch.arange(len(tokens))
-    assert torch.equal(logits("mixed", tokens, mixed), logits("sorted", KEPT, sorted_rows))
-    one_map = {name: value for name, value in sorted_rows.items() if name != "t2d"}
-    assert torch.equal(logits("d2t alone", KEPT, one_map), logits("both maps", KEPT, sorted_rows))
-    everything = eagle3_tensors(list(range(VOCAB)))
-    bare = {name: value for name, value in everything.items() if name not in ("d2t", "t2d")}
-    assert torch.equal(logits("mapped", [*range(VOCAB)], everything), logits("bare", [*range(VOCAB)], bare))
-
-
-def test_mrope_of_a_text_drafter_is_the_default_rotation(tmp_path: Path, target: LlamaForCausalLM) -> None:
-    logits = []
-    for name, scaling in (("plain", None), ("mrope", {"type": "mrope", "mrope_section": [2, 1, 1]})):
-        layers = {**speculators("eagle3", **VLLM)["transformer_layer_config"], "rope_scaling": scaling}
-        config = speculators("eagle3", **VLLM, transformer_layer_config=layers)
-        drafter = load_drafter(written(tmp_path / name, config, eagle3_tensors()), target)
-        logits.append(decoded_logits(drafter, target, PROMPT, DRAFTED))
-    assert torch.equal(*logits)
+    assert_eagle3((config, tensors), [2, 3, 3], {}, tmp_path / "d", target)
 
 
 def test_embeddings_of_the_target_in_another_dtype_are_the_targets(tmp_path: Path, target: LlamaForCausalLM) -> None:
@@ -333,23 +260,6 @@ def test_medusa_of_the_original(tmp_path: Path, target: LlamaForCausalLM) -> Non
     blocks = [[(w[f"{i}.0.linear.weight"], w[f"{i}.0.linear.bias"])] for i in range(3)]
     reference = medusa_reference(target, blocks, [w[f"{i}.1.weight"] for i in range(3)])
     assert close(decoded_logits(drafter, target, PROMPT, DRAFTED), reference)
-
-
-@pytest.mark.parametrize("kind", ["eagle3", "peagle"])
-def test_what_was_read_is_saved_as_ours(kind: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
-    """Options of the layout included."""
-    tensors = eagle3_tensors(KEPT) | random_tensors({f"fc_norm.{i}.weight": (HIDDEN,) for i in range(3)}, seed=1)
-    config = speculators(kind, **VLLM, fc_norm=True, draft_vocab_size=len(KEPT)) | {"norm_before_residual": True}
-    if kind == "peagle":
-        tensors |= random_tensors({"mask_hidden": (1, 1, 3 * HIDDEN)}, seed=2)
-        config["mask_token_id"] = 17
-    drafter = load_drafter(written(tmp_path / "theirs", config, tensors), target)
-    tensors = doubled(tensors)
-    made_for = describe_target(target, None, "tiny")
-    save_drafter(drafter, tmp_path / "ours", target=made_for, recipe=None, draft_length=3)
-    again = load_drafter(tmp_path / "ours", target)
-    ours, theirs = (decoded_logits(one, target, PROMPT, DRAFTED) for one in (again, drafter))
-    assert torch.equal(ours, theirs)
 
 
 def test_tensors_may_lie_in_several_files(tmp_path: Path, target: LlamaForCausalLM) -> None:

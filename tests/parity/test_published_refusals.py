@@ -42,6 +42,7 @@ EAGLE1 = {"fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN), "layers.0.mlp.up_proj.we
 FOLDERS: dict[str, tuple[dict[str, Any], Tensors]] = {
     "eagle3": (speculators("eagle3", **VLLM, draft_vocab_size=len(KEPT)), eagle3_tensors(KEPT)),
     "sglang": (llama_config(**FLAT), {}),
+    "automodel": (llama_config(architectures=["LlamaEagle3DraftModel"]), {}),
     "eagle": (llama_config(), EAGLE1),
     "peagle": (speculators("peagle", mask_token_id=1), {}),
     "dflash": (speculators("dflash", **BLOCK), {}),
@@ -66,6 +67,7 @@ KEYS: list[tuple[str, str, Any]] = [
     ("eagle3", "logit_scale", 0.5),
     ("sglang", "eagle_config.eagle_aux_hidden_state_layer_ids", [1, 2, 6]),
     ("sglang", "eagle_aux_hidden_state_layer_ids", [2, 3, 5]),
+    ("automodel", "parallel_drafting", True),
     ("peagle", "mask_token_id", 64),
     ("dflash", "sample_from_anchor", 1.5),
     ("dflash", "draft_vocab_size", 65),
@@ -76,6 +78,7 @@ KEYS: list[tuple[str, str, Any]] = [
     ("zlab", "dflash_config", [1]),
     ("zlab", "num_target_layers", 7),
     ("zlab", "target_layer_ids", [6]),
+    ("zlab", "target_layer_ids", None),
     ("zlab", "output_multiplier", 0.5),
     ("zlab", "final_logit_softcapping", 30.0),
     ("zlab", "is_causal", "yes"),

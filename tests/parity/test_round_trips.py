@@ -407,6 +407,7 @@ CONVERSIONS: list[tuple[Callable[[LlamaForCausalLM], Folder], str]] = [
     (speculators_mtp, "transformers"),  # the halves of input_proj change places
     (speculators_eagle3, "sglang"),
     (speculators_eagle3, "transformers"),
+    (deepspec_dspark, "vllm"),
     (speculators_dspark, "transformers"),
     (nvidia_dspark, "vllm"),  # nested names
     (nvidia_dspark, "transformers"),
@@ -425,6 +426,9 @@ def test_conversions_keep_the_logits(
 ) -> None:
     drafter = ours(layout(target), target, tmp_path)
     out = export_drafter(drafter, target, format, tmp_path / "again", target_name="org/target").folder
+    (file,) = out.glob("*.safetensors")
+    with_embeddings = (layout, format) == (specforge_dspark, "sglang")  # all others take them from the target
+    assert ("embed_tokens.weight" in load_file(file)) == with_embeddings
     again = load_drafter(out, target)
     wide, logits = six_layers().double(), []
     for each in (drafter, again):
@@ -433,31 +437,6 @@ def test_conversions_keep_the_logits(
         logits.append(decoded_logits(each.double(), wide, PROMPT, DRAFTED))
     assert torch.equal(logits[0].isinf(), logits[1].isinf())
     assert (logits[0] - logits[1]).nan_to_num(0.0).abs().max() < 1e-12
-
-
-def test_other_layouts_do_not_get_the_targets_tensors(tmp_path: Path, target: LlamaForCausalLM) -> None:
-    """Those that a speculators file had; engines take them from the target."""
-    config, tensors = speculators_eagle3(target)
-    embeddings = {"embed_tokens.weight": target.get_input_embeddings().weight}
-    drafter = ours((config, tensors | embeddings), target, tmp_path)
-    assert drafter.shared_tensors == ("embed_tokens.weight",)
-    out = export_drafter(drafter, target, "sglang", tmp_path / "again", target_name="org/target").folder
-    assert "embed_tokens.weight" not in load_file(out / "model.safetensors")
-    assert ours(sglang_eagle3(target), target, tmp_path / "flat").shared_tensors == ()
-
-
-def test_deepspecs_dspark_in_speculators_layout(tmp_path: Path, target: LlamaForCausalLM) -> None:
-    """The same block tensors, with ids that count from 1, and without the target's embeddings and lm_head."""
-    config = llama_config(model_type="qwen3", block_size=4, num_target_layers=6, layer_types=["full_attention"])
-    config |= {"architectures": ["Qwen3DSparkModel"], "mask_token_id": 17, "target_layer_ids": [1, 3], "markov_rank": 5}
-    own = dflash_tensors() | random_tensors({f"markov_head.markov_w{i}.weight": (VOCAB, 5) for i in (1, 2)}, 3)
-    shared = {"embed_tokens.weight": target.get_input_embeddings().weight, "lm_head.weight": target.lm_head.weight}
-    drafter = ours((config, own | shared), target, tmp_path)
-    out = export_drafter(drafter, target, "vllm", tmp_path / "again", target_name="org/target").folder
-    again, stored = load_file(out / "model.safetensors"), json.loads((out / "config.json").read_text())
-    assert again.keys() == own.keys()
-    assert all(torch.equal(again[name], value) for name, value in own.items())
-    assert (stored["aux_hidden_state_layer_ids"], stored["sample_from_anchor"]) == ([2, 4], True)
 
 
 UNSUITED: dict[str, tuple[dict[str, Any], str]] = {
