@@ -44,9 +44,7 @@ GREEDY_SETTINGS = {
 BRANCHED = ((0,), (1,), (0, 0))
 # Costs with which the adaptive policies draft different shapes; a test below checks this.
 STEEP = Costs({1: 1.0, 8: 4.5}, {1: 0.1})
-SHALLOW = Costs({1: 1.0, 8: 1.35}, {1: 0.1})
 # Large enough that only costs limit the size of a tree.
-ANY_SIZE = 1000
 
 CHAINS = {
     "chain": Chain(GAMMA),

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import VOCAB, make_llama, spread
+from conftest import VOCAB, make_llama, noisy_llama, spread
 from transformers import (
     LlamaForCausalLM,
     LogitsProcessor,
@@ -85,12 +85,7 @@ SETTINGS: dict[str, dict] = {
 
 @pytest.fixture
 def drafter() -> DraftModel:
-    """Right often, wrong often: the target with noise."""
-    noisy = make_llama()
-    with torch.no_grad():
-        for parameter, noise in zip(noisy.parameters(), make_llama(1).parameters(), strict=True):
-            parameter.add_(noise, alpha=0.1)
-    return DraftModel(noisy)
+    return DraftModel(noisy_llama(0.1))
 
 
 def texts(model: LlamaForCausalLM, prompts: list[list[int]], **settings: object) -> list[list[int]]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import make_llama
+from conftest import make_llama, spread
 from transformers import BatchEncoding, GenerationConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from draftsmith import SpeculativeDecoder, as_custom_generate, load_drafter
@@ -24,11 +24,13 @@ from draftsmith.heads.retrieval import Hybrid
 
 IDS = torch.tensor([[0, 0, 3, 5, 6], [3, 5, 6, 7, 8]])
 MASK = IDS != 0
+RIGHT = torch.stack([IDS[0].roll(-2), IDS[1]])
 NEW_TOKENS = 8
 FORMS: dict[str, tuple[Any, Any]] = {
     "a mask of booleans": (IDS, MASK),
     "of whole numbers": (IDS, MASK.long()),
     "of floats": (IDS, MASK.float()),
+    "padding on the right": (RIGHT, RIGHT != 0),
     "arrays": (IDS.numpy(), MASK.numpy()),
     "lists": (IDS.tolist(), MASK.tolist()),
     "a tokenizer's tensors": (BatchEncoding({"input_ids": IDS, "attention_mask": MASK.long()}), None),
@@ -97,6 +99,10 @@ def test_a_mask_of_booleans_in_generate(tiny_target: LlamaForCausalLM) -> None:
         ({"input_ids": ["text"]}, "input_ids of <U4; expected whole numbers"),
         ({"input_ids": IDS[None]}, r"input_ids shape=\[1, 2, 5\]; expected \[T\] or \[B, T\]"),
         ({"input_ids": IDS, "attention_mask": MASK & (IDS[1] == 0)}, "prompt 0=0 tokens; expected at least 1"),
+        ({"input_ids": [[3], []]}, "prompt 1=0 tokens; expected at least 1"),
+        ({"input_ids": [[3], [4]], "seeds": [1]}, r"seeds=\[1\]; expected one for each of the 2 prompts"),
+        ({"input_ids": [[3], [3, 64, 5]]}, "prompt 1 contains token 64; expected 0 to 63"),
+        ({"input_ids": [[3, -1, 5]]}, "prompt 0 contains token -1; expected 0 to 63"),
         ({"input_ids": IDS[1:], "eos_token_id": "eos"}, "eos_token_id='eos'; expected a token, or several"),
         ({"input_ids": IDS[1:], "eos_token_id": 2.5}, "eos_token_id=2.5; expected a token, or several"),
     ],
@@ -199,14 +205,7 @@ def in_place(model: LlamaForCausalLM) -> Any:
     return model
 
 
-OTHERS = [(as_module, True), (as_forward, False), (in_place, False)]
-
-
-@pytest.mark.parametrize(
-    ("compile_it", "on"),
-    [(as_module, False), (as_forward, True), (in_place, True)]
-    + [pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS],
-)
+@pytest.mark.parametrize(("on", "compile_it"), spread([False, True], [as_module, in_place, as_forward]))
 def test_a_compiled_target_is_run_as_it_is(
     compile_it: Callable[[LlamaForCausalLM], Any], on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import make_llama, noisy_llama
 from half_precision import require_greedy
 from transformers import LlamaForCausalLM, RepetitionPenaltyLogitsProcessor, StoppingCriteria
 
@@ -17,7 +17,6 @@ from draftsmith.decode.policies import Chain, policy_named
 from draftsmith.decode.sampling import Processors, Sampling
 from draftsmith.decode.sequence import DecodeOutput, DecodeSequence, Round
 from draftsmith.decode.target import TransformersTarget
-from draftsmith.errors import ConfigError
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_model import DraftModel
@@ -35,10 +34,7 @@ COSTS = Costs({1: 1.0, 4: 1.2, 16: 2.0}, {1: 0.1})
 def drafter(kind: str, target: LlamaForCausalLM) -> Drafter | None:
     if kind == "medusa":
         return Medusa.from_target(target, num_heads=3)
-    noisy = make_llama()
-    with torch.no_grad():  # right often, wrong often
-        for parameter, noise in zip(noisy.parameters(), make_llama(1).parameters(), strict=True):
-            parameter.add_(noise, alpha=0.1)
+    noisy = noisy_llama(0.1)
     return {"none": None, "draft_model": DraftModel(noisy), "hybrid": Hybrid(DraftModel(noisy), min_match=2)}[kind]
 
 
@@ -67,13 +63,13 @@ class PairsOfTokens(StoppingCriteria):
         return input_ids[0, -2:].tolist() in ([0, 1], [2, 3], [5, 5])
 
 
-@pytest.mark.parametrize("kind", ["dflash", "mtp"])
+@pytest.mark.parametrize("kind", ["dflash", "mtp", "mtp of 3 modules"])
 def test_the_default_policy_in_ragged_batches(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds with retrieved drafts, with those of the drafter and without any, while texts end: tokens and records."""
     target = make_llama(vocab_size=8, num_hidden_layers=3, initializer_range=0.25).double()
     torch.manual_seed(0)
-    options = {"dflash": {"block_size": 4, "layers": [1, 2]}, "mtp": {}}[kind]
-    drafter = HEADS[kind].from_target(target, **options).double().eval()
+    options = {"dflash": {"block_size": 4, "layers": [1, 2]}, "mtp": {}, "mtp of 3 modules": {"num_modules": 3}}[kind]
+    drafter = HEADS[kind.split()[0]].from_target(target, **options).double().eval()
     costs = Costs({1: 1.0, 2: 1.5, 16: 9.0}, {1: 0.2})  # a draft pays now and then
     decoder = fastest_decoder(target, drafter, costs=costs, texts=6)
     found: Counter[bool] = Counter()
@@ -103,14 +99,6 @@ def records(out: DecodeOutput) -> list[tuple[object, ...]]:
     return [(r.drafted, r.depth, r.accepted, r.committed, [round(v, 9) for v in r.overlap]) for r in out.rounds]
 
 
-def test_the_target_alone_in_a_batch(tiny_target: LlamaForCausalLM) -> None:
-    decoder = SpeculativeDecoder(tiny_target)
-    together = decoder.generate_batch(PROMPTS, max_new_tokens=30, temperature=0.8, top_k=9, seeds=[5, 6, 7, 8, 9])
-    for seed, (prompt, out) in enumerate(zip(PROMPTS, together, strict=True), 5):
-        settings = {"max_new_tokens": 30, "temperature": 0.8, "top_k": 9}
-        assert decoder.generate(prompt, seed=seed, **settings).tokens == out.tokens
-
-
 @pytest.mark.parametrize("policy", ["chain:draft_length=3", "best-first:size=6,depth=3", "adaptive", None])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_records_count_what_was_drafted_beside_processors(
@@ -126,20 +114,6 @@ def test_records_count_what_was_drafted_beside_processors(
         assert out.tokens == other.tokens
         counts = [[(r.drafted, r.depth, r.accepted, r.committed) for r in text.rounds] for text in (out, other)]
         assert counts[0] == counts[1]
-
-
-def test_padding_on_either_side_is_left_out(tiny_target: LlamaForCausalLM) -> None:
-    decoder = SpeculativeDecoder(tiny_target, DraftModel(make_llama(1)))
-    expected = [out.tokens for out in decoder.generate_batch(PROMPTS, max_new_tokens=20)]
-    width = max(map(len, PROMPTS))
-    for side in ("left", "right"):
-        pads = [[0] * (width - len(prompt)) for prompt in PROMPTS]
-        rows = [pad + p if side == "left" else p + pad for p, pad in zip(PROMPTS, pads, strict=True)]
-        ones = [[1] * len(prompt) for prompt in PROMPTS]
-        marks = [pad + one if side == "left" else one + pad for one, pad in zip(ones, pads, strict=True)]
-        outputs = decoder.generate_batch(torch.tensor(rows), attention_mask=torch.tensor(marks), max_new_tokens=20)
-        assert [out.tokens for out in outputs] == expected
-        assert [out.prompt_tokens for out in outputs] == PROMPTS
 
 
 def test_the_stream_names_the_text_of_new_tokens(tiny_target: LlamaForCausalLM) -> None:
@@ -159,18 +133,6 @@ def test_half_precision_in_a_batch(tiny_target: LlamaForCausalLM) -> None:
     for prompt, out in zip(PROMPTS, texts, strict=True):
         assert len(out.tokens) == 20
         require_greedy(tiny_target, prompt, out.tokens)
-
-
-def test_bad_batches_are_refused(tiny_target: LlamaForCausalLM) -> None:
-    decoder = SpeculativeDecoder(tiny_target)
-    with pytest.raises(ConfigError, match="prompt 1=0 tokens; expected at least 1"):
-        decoder.generate_batch([[3], []])
-    with pytest.raises(ConfigError, match=r"seeds=\[1\]; expected one for each of the 2 prompts"):
-        decoder.generate_batch([[3], [4]], seeds=[1])
-    with pytest.raises(ConfigError, match=r"attention_mask lengths=\[2\]; expected those of input_ids, \[3\]"):
-        decoder.generate_batch(torch.tensor([[3, 4, 5]]), attention_mask=torch.ones(1, 2))
-    with pytest.raises(ConfigError, match="input_ids batch=2; expected 1 prompt per call"):
-        decoder.generate(torch.tensor([[3, 4], [5, 6]]))
 
 
 @torch.inference_mode()

@@ -5,15 +5,12 @@ from itertools import product
 import pytest
 import torch
 from conftest import make_llama, noisy_llama
-from half_precision import require_greedy
 from transformers import InfNanRemoveLogitsProcessor, LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
 
-from draftsmith import as_custom_generate
 from draftsmith.decode.costs import Costs
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.decode.drafts.builder import fitted
 from draftsmith.decode.passes import graphs
-from draftsmith.decode.policies import BestFirst
 from draftsmith.decode.sequence import DecodeOutput, Round
 from draftsmith.errors import ConfigError
 from draftsmith.eval.forecast.expected_rounds import of_rounds
@@ -57,25 +54,6 @@ def test_nothing_follows_an_eos(tiny_target: LlamaForCausalLM) -> None:
     assert inside > 0, "no EOS fell inside a draft: the test would prove nothing"
 
 
-def test_text_fills_the_context_and_stops_there(decoder: SpeculativeDecoder) -> None:
-    out = decoder.generate([3] * 120, max_new_tokens=50, temperature=1.0, eos_token_id=None)
-    assert len(out.tokens) == 8
-
-
-def test_stream_gives_the_tokens_in_order(decoder: SpeculativeDecoder) -> None:
-    seen: list[int] = []
-    rounds: list[Round] = []
-
-    def on_tokens(tokens: list[int], record: Round | None) -> None:
-        seen.extend(tokens)
-        if record is not None:
-            rounds.append(record)
-
-    out = decoder.generate(PROMPT, temperature=0.8, on_tokens=on_tokens)
-    assert seen == out.tokens
-    assert rounds == out.rounds
-
-
 def test_numbers_of_a_decoded_text() -> None:
     rounds = [Round(2, 2, 2, 3, (1.0, 0.5), 0.1, 0.3, 0.5), Round(2, 2, 0, 1, (0.25,), 0.1, 0.3, 0.5)]
     out = DecodeOutput([1], [4, 5, 6, 7, 8], rounds, 0.2, "length")
@@ -104,6 +82,9 @@ def test_a_path_that_ends_above_the_deepest_was_not_tested_there() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"input_ids": [3] * 128}, "prompt=128 tokens; expected fewer than the target's context of 128"),
+        ({"input_ids": []}, "prompt=0 tokens"),
+        ({"input_ids": torch.tensor([[3, 4], [5, 6]])}, "input_ids batch=2; expected 1 prompt per call"),
         ({"temperature": -1.0}, "temperature=-1.0; expected >= 0"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"top_p": 0.0}, "top_p=0.0"),
@@ -116,37 +97,7 @@ def test_a_path_that_ends_above_the_deepest_was_not_tested_there() -> None:
 )
 def test_settings_out_of_range_are_refused(decoder: SpeculativeDecoder, options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        decoder.generate(PROMPT, **options)
-
-
-def test_prompts_that_do_not_fit_are_refused(decoder: SpeculativeDecoder) -> None:
-    with pytest.raises(ConfigError, match="prompt=128 tokens; expected fewer than the target's context of 128"):
-        decoder.generate([3] * 128)
-    with pytest.raises(ConfigError, match="prompt=0 tokens"):
-        decoder.generate([])
-
-
-def test_tokens_that_the_target_does_not_have_are_refused(
-    decoder: SpeculativeDecoder, tiny_target: LlamaForCausalLM
-) -> None:
-    for token in (64, -1, 10**9):
-        with pytest.raises(ConfigError, match=rf"prompt 1 contains token {token}; expected 0 to 63"):
-            decoder.generate_batch([PROMPT, [3, token, 5]])
-    own = as_custom_generate(None)
-    with pytest.raises(ConfigError, match="prompt 0 contains token 64"):
-        tiny_target.generate(torch.tensor([[64]]), max_new_tokens=2, custom_generate=own, pad_token_id=0)
-
-
-@pytest.mark.parametrize("temperature", [1e-8, 1e-30])
-def test_very_small_temperatures_write_the_greedy_text(
-    tiny_target: LlamaForCausalLM, decoder: SpeculativeDecoder, temperature: float
-) -> None:
-    greedy = decoder.generate(PROMPT, max_new_tokens=40).tokens
-    for more in ({}, {"top_p": 1e-300}, {"top_k": 10**9, "top_p": 1 - 1e-16}):
-        assert decoder.generate(PROMPT, max_new_tokens=40, temperature=temperature, seed=4, **more).tokens == greedy
-    own, ids = as_custom_generate(decoder.drafter), torch.tensor([PROMPT])
-    options = {"do_sample": True, "temperature": temperature, "top_k": 0, "pad_token_id": 0, "custom_generate": own}
-    assert tiny_target.generate(ids, max_new_tokens=20, **options)[0, len(PROMPT) :].tolist() == greedy[:20]
+        decoder.generate(**{"input_ids": PROMPT, **options})
 
 
 def test_draft_lengths_out_of_range_are_refused(tiny_target: LlamaForCausalLM) -> None:
@@ -165,18 +116,6 @@ def test_other_attention_implementations_are_refused_before_they_run() -> None:
     ):
         SpeculativeDecoder(flex)
     assert not ran
-
-
-def test_eager_attention_gives_the_same_text(tiny_target: LlamaForCausalLM) -> None:
-    eager = make_llama()
-    eager.set_attn_implementation("eager")
-    policy = BestFirst(size=6, depth=3)
-    texts = [
-        [out.tokens for out in SpeculativeDecoder(target, DraftModel(make_llama(1)), policy=policy).generate_batch(
-            [PROMPT, [3], [9, 9, 9, 9, 9, 9]], max_new_tokens=30)]
-        for target in (tiny_target, eager)
-    ]  # fmt: skip
-    assert texts[0] == texts[1]
 
 
 def test_a_text_beyond_the_drafters_context_continues_without_drafts(tiny_target: LlamaForCausalLM) -> None:
@@ -246,15 +185,6 @@ def test_invalid_logits_that_a_processor_removes_are_none(tiny_target: LlamaForC
             decoder.generate(PROMPT, temperature=temperature, logits_processor=[RepetitionPenaltyLogitsProcessor(1.1)])
         out = decoder.generate(PROMPT, temperature=temperature, logits_processor=[InfNanRemoveLogitsProcessor()])
         assert out.tokens
-
-
-def test_half_precision_target_decodes(tiny_target: LlamaForCausalLM) -> None:
-    target = tiny_target.to(torch.bfloat16)
-    decoder = SpeculativeDecoder(target, Medusa.from_target(target).bfloat16())
-    for settings in ({}, {"temperature": 1.0, "top_k": 1}):  # the only token that is left
-        out = decoder.generate(PROMPT, max_new_tokens=24, eos_token_id=None, **settings)
-        assert len(out.tokens) == 24
-        require_greedy(target, PROMPT, out.tokens)
 
 
 @pytest.mark.parametrize("kind", ["draft_model", "medusa", "suffix", "hybrid"])

@@ -9,7 +9,7 @@ import torch
 from conftest import VOCAB as LLAMA_VOCAB
 from conftest import make_llama
 from datasets import Dataset
-from recurrent_models import FAMILIES, build, noisy
+from recurrent_models import FAMILIES, build
 from torch import Tensor
 
 from draftsmith import SpeculativeDecoder
@@ -192,18 +192,6 @@ def test_a_recurrent_draft_model_of_a_transformer(family: str) -> None:
         outputs = decoder.generate_batch(texts, max_new_tokens=16, eos_token_id=None, temperature=0.0)
         assert [out.tokens for out in outputs] == expected
     assert drafter.compared > 50
-
-
-def test_texts_that_end_at_different_times_leave_a_hybrid_batch() -> None:
-    model = build("falcon_h1")
-    prompts = [[7, 8, 9], [5, 4, 3, 2, 20, 21], [11, 12]]
-    plain = SpeculativeDecoder(model)
-    longest = [plain.generate(prompt, max_new_tokens=24, eos_token_id=None).tokens for prompt in prompts]
-    stop = longest[0][4]
-    expected = [plain.generate(prompt, max_new_tokens=24, eos_token_id=stop).tokens for prompt in prompts]
-    assert len({len(text) for text in expected}) > 1
-    batch = SpeculativeDecoder(model, noisy(model)).generate_batch(prompts, max_new_tokens=24, eos_token_id=stop)
-    assert [out.tokens for out in batch] == expected
 
 
 DRAFTERS: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import make_llama, noisy_llama
 from transformers import LlamaForCausalLM
 
 from draftsmith import ConfigError, SpeculativeDecoder, as_custom_generate
@@ -22,11 +22,7 @@ WAIT = 0.5
 
 
 def draft_model() -> DraftModel:
-    noisy = make_llama()
-    with torch.no_grad():
-        for parameter, noise in zip(noisy.parameters(), make_llama(1).parameters(), strict=True):
-            parameter.add_(noise, alpha=0.1)
-    return DraftModel(noisy)
+    return DraftModel(noisy_llama(0.1))
 
 
 def decode(decoder: SpeculativeDecoder, prompt: list[int], **more: object) -> list[int]:

@@ -20,7 +20,6 @@ from draftsmith.heads.retrieval import Hybrid, SuffixRetrieval
 from draftsmith.heads.rows import constant
 
 IDS = torch.tensor([[5, 9, 33, 2]])
-MASK = torch.tensor([True, False, True, False])
 
 READS: dict[str, Callable[[Tensor], object]] = {
     "item": lambda x: x[0].item(),

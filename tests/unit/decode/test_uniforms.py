@@ -78,11 +78,6 @@ def test_numbers_are_uniform_and_pairs_of_neighbours_are_independent() -> None:
     assert len(u_SLN.unique()) == u_SLN.numel()
 
 
-def test_low_bits_are_uniform() -> None:
-    u_BN = numbers(list(range(1000)), [7] * 1000, 64)
-    assert abs(z_scores((u_BN * 2**53).long() % 256, 256)) < 6
-
-
 def test_draws_follow_their_weights() -> None:
     weights_V = torch.tensor([0.0, 1.0, 3.0, 0.0, 4.0, 0.0])
     draws = seeded_draws(range(20_000), [9] * 20_000, CPU)
