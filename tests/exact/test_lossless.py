@@ -55,7 +55,7 @@ from draftsmith.heads.base import Drafter
 from draftsmith.heads.draft_tree import ROOT, Draft
 
 PROMPT, OTHER_PROMPT = (0, 3), (1, 4, 2)
-PAIRS = 5
+PAIRS = 3
 TOGETHER = 1024
 """Most texts in one batch, each with other outcomes of its draws."""
 GREEDY, TOP_2, TOP_3 = Sampling(0.0), Sampling(1.0, top_k=2), Sampling(1.3, top_k=3)
@@ -143,10 +143,9 @@ def test_greedy_text_is_the_targets(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("policy", [Chain(2), DRAWN_TREES[0], CHOSEN_TREES[0]], ids=str)
-@pytest.mark.parametrize("eos", [{2}, {0, 1}], ids=str)
-def test_eos_in_mid_draft_ends_the_text(policy: Policy, eos: set[int]) -> None:
+def test_any_of_several_eos_in_mid_draft_ends_the_text(policy: Policy) -> None:
     for seed in range(PAIRS):
-        assert toy_gap(seed, policy, None, count=4, eos=frozenset(eos)) < EXACT, f"pair {seed}"
+        assert toy_gap(seed, policy, None, count=4, eos=frozenset({0, 1})) < EXACT, f"pair {seed}"
 
 
 @pytest.mark.parametrize("policy", [Chain(2), DRAWN_TREES[0], CHOSEN_TREES[0]], ids=str)
@@ -194,7 +193,7 @@ class Retrieves(ToyDrafter):
 
 @pytest.mark.parametrize(
     ("case", "setting"),
-    spread([*CASES, (None, ChosenTree(widths_shape((3, 1))))], product([TOP_2, GREEDY], GRAMMARS), 2),
+    spread([*CASES, (None, ChosenTree(widths_shape((3, 1))))], product([TOP_2, GREEDY], GRAMMARS)),
     ids=str,
 )
 def test_places_without_an_allowed_token_change_nothing(
@@ -212,37 +211,35 @@ def test_places_without_an_allowed_token_change_nothing(
 def test_a_text_that_needs_a_token_and_has_none_is_an_error(rule: str | None, policy: Policy) -> None:
     """The end ends no text here: those after which nothing is allowed raise with the probability that p gives them."""
     processors = Processors(TOP_2, (Grammar(),))
-    for seed in range(2):
-        model, drafter = ToyModel(seed), ToyDrafter(ToyModel(DRAFTER_SEEDS + seed))
+    model, drafter = ToyModel(0), ToyDrafter(ToyModel(DRAFTER_SEEDS))
 
-        def decoded(rng: BranchingRng, model: ToyModel = model, drafter: ToyDrafter = drafter) -> Tokens:
-            text = text_of(PROMPT, 4)
-            loop = DecodeLoop(ToyTarget(model), drafter, policy, [text], processors, rule and RULES[rule])
-            loop.draws_of = draws_of([rng])
-            try:
-                loop.prefill()
-                while loop.texts:
-                    loop.round()
-            except DraftsmithError:
-                return (*text.tokens, NOT_DRAWN)
-            return tuple(text.tokens)
+    def decoded(rng: BranchingRng) -> Tokens:
+        text = text_of(PROMPT, 4)
+        loop = DecodeLoop(ToyTarget(model), drafter, policy, [text], processors, rule and RULES[rule])
+        loop.draws_of = draws_of([rng])
+        try:
+            loop.prefill()
+            while loop.texts:
+                loop.round()
+        except DraftsmithError:
+            return (*text.tokens, NOT_DRAWN)
+        return tuple(text.tokens)
 
-        def p(new: Tokens, model: ToyModel = model) -> list[float]:
-            scores_1V = processors.scores(
-                model.logits(PROMPT + new)[None], lambda: contexts_of([[*PROMPT, *new]], torch.device("cpu"))
-            )
-            dead = bool(scores_1V.isneginf().all())
-            return [0.0] * VOCAB + [1.0] if dead else scores_1V.softmax(-1)[0].tolist()
+    def p(new: Tokens) -> list[float]:
+        before = contexts_of([[*PROMPT, *new]], torch.device("cpu"))
+        scores_1V = processors.scores(model.logits(PROMPT + new)[None], lambda: before)
+        dead = bool(scores_1V.isneginf().all())
+        return [0.0] * VOCAB + [1.0] if dead else scores_1V.softmax(-1)[0].tolist()
 
-        actual: dict[Tokens, float] = {}
-        for weight, tokens in outcomes(decoded):
-            add(actual, tokens, weight)
-        expected = {
-            PROMPT + tuple(NOT_DRAWN if token == VOCAB else token for token in new): weight
-            for new, weight in string_distribution(p, 4, frozenset({VOCAB}))
-        }
-        assert any(tokens[-1] == NOT_DRAWN for tokens in expected)
-        assert total_variation(actual, expected) < EXACT, f"pair {seed}"
+    actual: dict[Tokens, float] = {}
+    for weight, tokens in outcomes(decoded):
+        add(actual, tokens, weight)
+    expected = {
+        PROMPT + tuple(NOT_DRAWN if token == VOCAB else token for token in new): weight
+        for new, weight in string_distribution(p, 4, frozenset({VOCAB}))
+    }
+    assert any(tokens[-1] == NOT_DRAWN for tokens in expected)
+    assert total_variation(actual, expected) < EXACT
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -453,14 +450,11 @@ def _decoded(target: nn.Module, drafter: Drafter, policy: Policy, at_once: int =
 
 
 OF_MODELS = [Chain(2), CHOSEN_TREES[1], ConfidenceChain(0.4, 2), *DRAWN_TREES]
-ALONE = (
-    *product(["draft_model", "eagle3 of 3 tokens", "peagle"], OF_MODELS[:1]),
-    *product(["medusa", "eagle", "mtp of 3 tokens", "dflash with a recurrent Markov bias"], OF_MODELS[1:2]),
-)
-"""A drafter of each family whose texts are decoded alone in `make test`; rows of a batch are those of all drafters."""
+ALONE = (("draft_model", OF_MODELS[0]), ("medusa", OF_MODELS[1]), ("mtp of 3 tokens", OF_MODELS[1]))
+"""Drafters whose texts are decoded alone in `make test`; rows of a batch are those of all drafters."""
 
 
-@pytest.mark.parametrize(("kind", "policy"), spread(["draft_model", *HEADS_OF_TARGETS], OF_MODELS, 2), ids=str)
+@pytest.mark.parametrize(("kind", "policy"), spread(["draft_model", *HEADS_OF_TARGETS], OF_MODELS), ids=str)
 def test_transformers_models_are_lossless(kind: str, policy: Policy) -> None:
     """All histories are rows of one batch; their drafts and accepted paths differ."""
     assert _llama_gap(kind, policy, at_once=TOGETHER) < EXACT_ENOUGH
@@ -492,8 +486,7 @@ def test_a_soft_capped_target_and_a_draft_model_of_its_layers(policy: Policy) ->
     assert total_variation(_decoded(target, drafter, policy, TOGETHER), _alone(target)) < EXACT_ENOUGH
 
 
-@pytest.mark.parametrize("at_once", [1, TOGETHER])
-@pytest.mark.parametrize("kind", ["draft_model", "medusa"])
+@pytest.mark.parametrize(("at_once", "kind"), [(1, "draft_model"), (TOGETHER, "medusa")])
 def test_a_cache_that_loses_the_accepted_path_is_noticed(
     kind: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
