@@ -67,12 +67,15 @@ def same(target: nn.Module, drafter: Drafter | None, *inputs: torch.Tensor, **op
         assert sum(record.accepted for output in outputs for record in output.rounds) > 0
 
 
+OF_SOURCE = {"encoder_no_repeat_ngram_size": 1}
+
+
 @pytest.mark.parametrize("start", [[], [START]], ids=["without start token", "with start token"])
 def test_a_prefix_of_the_decoder_is_continued(
     target: T5ForConditionalGeneration, drafter: Drafter | None, start: list[int]
 ) -> None:
     prefix = torch.tensor([[*start, 9, 10], [*start, 20, 21], [*start, 30, 31]])
-    for more in ({}, {"repetition_penalty": 1.4}, {"decoder_attention_mask": torch.ones_like(prefix)}):
+    for more in ({}, {"repetition_penalty": 1.4}, {"decoder_attention_mask": torch.ones_like(prefix)}, OF_SOURCE):
         same(target, drafter, IDS, attention_mask=MASK, decoder_input_ids=prefix, **more)
     mixed = torch.tensor([[START, 9], [20, 21], [30, 31]])
     same(target, drafter, IDS, decoder_input_ids=mixed)  # transformers adds the token where no row has it

@@ -34,12 +34,6 @@ def test_windows_are_written_or_refused(format: str, tmp_path: Path, target: Lla
     assert torch.equal(decoded_logits(again, target, PROMPT, DRAFTED), decoded_logits(drafter, target, PROMPT, DRAFTED))
 
 
-@pytest.mark.parametrize("format", ["vllm", "sglang"])
-def test_norms_of_heads_are_refused(format: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
-    with pytest.raises(ConfigError, match="qk_norm=True; expected false, or format="):
-        exported(made("eagle3", target, layers=[2, 4, 5], qk_norm=True), target, format, tmp_path / "out")
-
-
 @pytest.mark.parametrize("causal", [True, False])
 def test_windows_of_blocks_are_written(causal: bool, tmp_path: Path, target: LlamaForCausalLM) -> None:
     drafter = made("dflash", target, block_size=4)

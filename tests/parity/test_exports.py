@@ -130,17 +130,6 @@ def test_a_written_drafter_is_read_as_it_was(name: str, tmp_path: Path, target: 
     assert torch.equal(one, other) if not solved else torch.allclose(one, other, atol=1e-5)
 
 
-def test_offsets_masks_and_maps(tmp_path: Path, target: LlamaForCausalLM) -> None:
-    tensors = load_file(
-        exported(made("eagle3", target, draft_vocabulary=KEPT), target, "vllm", tmp_path / "a").folder
-        / "model.safetensors"
-    )
-    assert [row + int(tensors["d2t"][row]) for row in range(len(KEPT))] == KEPT
-    assert tensors["t2d"].nonzero()[:, 0].tolist() == KEPT
-    medusa = exported(made("medusa", target, draft_vocabulary=KEPT), target, "vllm", tmp_path / "b").folder
-    assert load_file(medusa / "model.safetensors")["token_map"].tolist() == KEPT
-
-
 def test_every_layout_is_tested() -> None:
     """A line in LAYOUTS is a line in the table; draft models and the formats below have tests of their own."""
     tested = {(format, kind) for kind, _, format in WRITTEN.values()} | {("sglang", "dflash")}  # test_round_trips.py

@@ -81,27 +81,6 @@ def test_dflash(kind: str, trained: bool, tmp_path: Path, target: LlamaForCausal
     assert f"--spec-type {name} --spec-draft-n-max {5 if anchored else 4}" in result.usage
 
 
-REFUSED_HEADS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "two layers": ("eagle3", {"num_hidden_layers": 2}, "2 layers; expected one layer, or format=vllm"),
-    "features": ("eagle3", {"layers": [1, 4]}, r"features of layers \[1, 4\]; expected three of them"),
-    "last layer": ("eagle3", {"layers": [1, 4, 8]}, r"\[1, 4, 8\]; expected layers 1 to 7, which llama.cpp reads as"),
-    "norms of features": ("eagle3", {"fc_norm": True}, "fc_norm=True; expected false"),
-    "normed output": ("eagle3", {"norm_output": True}, "norm_output=True; expected false"),
-    "norms of heads": ("eagle3", {"qk_norm": True}, "qk_norm=True; expected false"),
-    "anchor": ("dflash", {"sample_from_anchor": True}, "sample_from_anchor=True without markov_rank; expected false"),
-    "confidence": ("dflash", {"confidence_head": True}, "a confidence head without markov_rank; expected markov_rank"),
-    "last layer of dflash": ("dflash", {"layers": [8]}, r"features of layers \[8\]; expected layers 1 to 7"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED_HEADS)
-def test_heads_that_llama_cpp_lacks_are_refused(name: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
-    kind, options, message = REFUSED_HEADS[name]
-    with pytest.raises(ConfigError, match=message):
-        written(made(kind, target, **options), target, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_windows_biases_and_targets_are_refused(tmp_path: Path) -> None:
     target = make_llama(**SIZES | {"num_hidden_layers": 8}).requires_grad_(False)
     windowed = made("dflash", target)

@@ -1,11 +1,10 @@
 """Logits processors, stopping criteria and padded batches against transformers' `generate`, at every node of a tree."""
 
-from collections.abc import Callable
 from functools import cache
 
 import pytest
 import torch
-from conftest import VOCAB, make_llama, noisy_llama, spread
+from conftest import make_llama, noisy_llama, spread
 from transformers import (
     LlamaForCausalLM,
     LogitsProcessor,
@@ -15,8 +14,6 @@ from transformers import (
     PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
-    T5Config,
-    T5ForConditionalGeneration,
     TextIteratorStreamer,
 )
 
@@ -265,25 +262,6 @@ def test_ended_rows_are_padded_as_in_generate(drafter: DraftModel, pad: int | No
     assert 0 < ended < len(prompts), "some rows end before others"
     out = target.generate(prompts, do_sample=False, custom_generate=as_custom_generate(drafter), **settings)
     assert out.tolist() == expected.tolist()
-
-
-@pytest.mark.parametrize("make", [lambda: None, lambda: SuffixRetrieval(min_match=1)])
-def test_encoder_decoder_through_generate(make: Callable[[], SuffixRetrieval | None]) -> None:
-    torch.manual_seed(0)
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "initializer_factor": 1.0}
-    target = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, decoder_start_token_id=0, eos_token_id=1, **sizes))
-    target.eval()
-    ids = torch.tensor([[5, 6, 7, 8, 9], [4, 3, 2, 0, 0]])
-    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
-    settings = {
-        "attention_mask": mask,
-        "max_new_tokens": 20,
-        "do_sample": False,
-        "repetition_penalty": 1.2,
-        "encoder_no_repeat_ngram_size": 1,
-    }
-    expected = target.generate(ids, **settings)
-    assert target.generate(ids, custom_generate=as_custom_generate(make()), **settings).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("skip_prompt", [True, False])

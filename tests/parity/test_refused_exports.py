@@ -5,12 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+from parity.published_files import KEPT
 from parity.test_exports import eight_layers, exported, made
 from parity.test_exports import target as target
 from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from draftsmith import ConfigError, load_drafter
 
+ANCHORED, NORMED_HEADS = {"sample_from_anchor": True}, {"layers": [2, 4, 5], "qk_norm": True}
+MANY = {"block_size": 4, "lilicorr_candidate_topk": 32, "lilicorr_hidden_size": 8, "lilicorr_factor_dim": 4}
+TRAINED = "a trained mask embedding; expected the embedding of a token, or format=vllm"
 REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "a repository's": (
         "medusa",
@@ -42,6 +46,26 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "vllm",
         "sample_from_anchor=True without markov_rank or confidence_head; expected false, or format=transformers",
     ),
+    # SGLang's DFlash.
+    "a causal DSpark": ("dflash", ANCHORED | {"causal": True}, "sglang", "causal layers; expected layers that see the"),
+    "many candidates": ("dflash", MANY, "sglang", "lilicorr_candidate_topk=32; expected a power of two, at most 16,"),
+    "a trained mask": ("dflash", {"trained_mask": True}, "sglang", TRAINED),
+    "a trained mask of DSpark": ("dflash", ANCHORED | {"trained_mask": True}, "sglang", TRAINED),
+    "Markov": ("dflash", {"markov_rank": 3}, "sglang", "markov_rank=3; expected 0, or format=vllm"),
+    "confidence": ("dflash", {"confidence_head": True}, "sglang", "a confidence head; expected none, or format=vllm"),
+    "own lm_head": ("dflash", {"draft_vocabulary": KEPT}, "sglang", "an lm_head of its own; expected the target's, or"),
+    "norms of heads in sglang": ("eagle3", NORMED_HEADS, "sglang", "qk_norm=True; expected false, or format="),
+    "norms of heads in vllm": ("eagle3", NORMED_HEADS, "vllm", "qk_norm=True; expected false, or format="),
+    # llama.cpp's heads.
+    "two layers": ("eagle3", {"num_hidden_layers": 2}, "gguf", "2 layers; expected one layer, or format=vllm"),
+    "two features": ("eagle3", {"layers": [1, 4]}, "gguf", r"features of layers \[1, 4\]; expected three of them"),
+    "last layer": ("eagle3", {"layers": [1, 4, 8]}, "gguf", r"\[1, 4, 8\]; expected layers 1 to 7, which llama"),
+    "norms of features": ("eagle3", {"fc_norm": True}, "gguf", "fc_norm=True; expected false"),
+    "normed output": ("eagle3", {"norm_output": True}, "gguf", "norm_output=True; expected false"),
+    "norms of heads": ("eagle3", {"qk_norm": True}, "gguf", "qk_norm=True; expected false"),
+    "anchor": ("dflash", ANCHORED, "gguf", "sample_from_anchor=True without markov_rank; expected false"),
+    "confidence alone": ("dflash", {"confidence_head": True}, "gguf", "a confidence head without markov_rank;"),
+    "last layer of dflash": ("dflash", {"layers": [8]}, "gguf", r"features of layers \[8\]; expected layers 1 to 7"),
 }
 
 

@@ -31,12 +31,11 @@ from parity.published_files import (
     vocabulary_maps,
     written,
 )
-from parity.test_exports import made
 from recording import decoded_logits
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from draftsmith import ConfigError, load_drafter
+from draftsmith import load_drafter
 from draftsmith.heads.base import TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.hub.export import export_drafter
@@ -437,37 +436,6 @@ def test_conversions_keep_the_logits(
         logits.append(decoded_logits(each.double(), wide, PROMPT, DRAFTED))
     assert torch.equal(logits[0].isinf(), logits[1].isinf())
     assert (logits[0] - logits[1]).nan_to_num(0.0).abs().max() < 1e-12
-
-
-UNSUITED: dict[str, tuple[dict[str, Any], str]] = {
-    "a causal DSpark": (
-        {"sample_from_anchor": True, "causal": True},
-        "causal layers; expected layers that see the whole block, or format=vllm",
-    ),
-    "many candidates": (
-        {"block_size": 4, "lilicorr_candidate_topk": 32, "lilicorr_hidden_size": 8, "lilicorr_factor_dim": 4},
-        "lilicorr_candidate_topk=32; expected a power of two, at most 16, or format=transformers",
-    ),
-    "a trained mask": (
-        {"trained_mask": True},
-        "a trained mask embedding; expected the embedding of a token, or format=vllm",
-    ),
-    "a trained mask of DSpark": (
-        {"sample_from_anchor": True, "trained_mask": True},
-        "a trained mask embedding; expected the embedding of a token, or format=vllm",
-    ),
-    "Markov": ({"markov_rank": 3}, "markov_rank=3; expected 0, or format=vllm"),
-    "confidence": ({"confidence_head": True}, "a confidence head; expected none, or format=vllm"),
-    "own lm_head": ({"draft_vocabulary": KEPT}, "an lm_head of its own; expected the target's, or format=vllm"),
-}
-
-
-@pytest.mark.parametrize("name", UNSUITED)
-def test_what_sglangs_dflash_cannot_hold_is_refused(name: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
-    options, message = UNSUITED[name]
-    with pytest.raises(ConfigError, match=message):
-        export_drafter(made("dflash", target, **options), target, "sglang", tmp_path / "out", target_name="org/target")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_sglangs_commands_name_the_size_of_a_block(tmp_path: Path, target: LlamaForCausalLM) -> None:

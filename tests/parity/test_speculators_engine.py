@@ -23,7 +23,6 @@ from transformers import LlamaForCausalLM
 
 from draftsmith.heads import HEADS
 from draftsmith.heads.base import FINAL, TrainableDrafter
-from draftsmith.heads.dflash import DFlash
 from draftsmith.hub.export import export_drafter
 
 pytestmark = pytest.mark.slow
@@ -57,7 +56,6 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
             "confidence_head": True,
         },
     ),
-    "dflash, window of 3": ("dflash", {"block_size": STEPS + 1, "mask_token": 17, "window": 3}),
     "dflash2": (
         "dflash",
         {"block_size": STEPS + 1, "conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 5, "selector_top_k": 6},
@@ -90,9 +88,7 @@ def off_the_start(kind: str, options: dict[str, Any], target: LlamaForCausalLM) 
     options = {**options}
     window = options.pop("window", None)
     drafter = HEADS[kind].from_target(target, **options).eval().requires_grad_(False)
-    if isinstance(drafter, DFlash) and window is not None:
-        drafter.body.sees.windows = (window, window)
-    elif window is not None:
+    if window is not None:
         drafter.body.config.layer_types, drafter.body.config.sliding_window = ["sliding_attention"], window
     for name, parameter in drafter.named_parameters():
         if "mask_embedding" not in name:
