@@ -386,27 +386,6 @@ def test_heads_of_an_encoder_decoder_target() -> None:
         OnlineTeacher(target, HEADS["eagle3"].from_target(target).needs.layers)
 
 
-def test_mtp_starts_from_the_module_that_the_target_brings(tmp_path: Path) -> None:
-    target = target_model()
-    wanted = make("mtp", target)
-    target.save_pretrained(tmp_path / "t")
-    native = {
-        "model.mtp_layers.0." + name.removeprefix("body.").removeprefix("layers.0."): value
-        for name, value in wanted.state_dict().items()
-    }
-    tensors = load_file(tmp_path / "t" / "model.safetensors")
-    save_file({**tensors, **native}, tmp_path / "t" / "model.safetensors", metadata={"format": "pt"})
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "t")
-    drafter = HEADS["mtp"].from_target(loaded, init="native")
-    assert all(torch.equal(value, drafter.state_dict()[name]) for name, value in wanted.state_dict().items())
-    save_file(
-        {**tensors, **{k: v for k, v in native.items() if "fc" not in k and "up_proj" not in k}},
-        tmp_path / "t" / "model.safetensors",
-    )
-    with pytest.raises(ConfigError, match=r"tensor mlp\.up_proj\.weight is missing"):
-        HEADS["mtp"].from_target(loaded, init="native")
-
-
 def test_a_confidence_head_ends_drafts(tmp_path: Path) -> None:
     """The predicted confidence is that of training, and the policy `confidence` stops below the threshold."""
     target = target_model()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import spread
 from datasets import Dataset
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
@@ -101,6 +102,43 @@ def test_long_rows_are_attended_in_parts(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("draftsmith.heads.unrolled_attention._fused", lambda *_: False)
     monkeypatch.setattr("draftsmith.heads.unrolled_attention.QUERIES", 4)
     require_same(name, OBJECTIVES["kl"])
+
+
+LONG = {"input_ids": [5, 9, 33, 2, 11, 9, 8, 23, 60], "spans": [[2, 9]]}
+SHORT = {
+    "two tokens": {"input_ids": [7, 30], "spans": [[1, 2]]},
+    "three tokens": {"input_ids": [7, 30, 4], "spans": [[1, 3]]},
+    "one token, nothing to learn": {"input_ids": [7], "spans": []},
+    "two tokens, nothing to learn": {"input_ids": [7, 30], "spans": []},
+}
+"""Shorter than a draft: late draft positions train nothing."""
+BATCHED = ("draft_model", "medusa", "eagle", "hass", "eagle3", "eagle3, 32 tokens", "mtp", "mtp of 3 modules", "peagle")
+
+
+@pytest.mark.parametrize(("name", "row"), spread([*BATCHED, "dflash", "dspark"], SHORT, 2))
+def test_parts_of_a_batch_add_up(name: str, row: str) -> None:
+    """A short and a long text in separate batches give the sums of one padded batch, at every draft position."""
+    target = target_model()
+    drafter = make(name, target).double()
+    teacher = OnlineTeacher(target.double(), drafter.needs.layers)
+
+    def trained(objective: Objective, *rows: dict[str, Any]) -> tuple[AgreementSums, dict[str, Tensor]]:
+        batch = collate(Dataset.from_list([*rows]), [*range(len(rows))], torch.device("cpu"))
+        return sums_and_gradients(drafter, teacher.signals(batch), teacher.lm_head, objective)
+
+    for objective in OBJECTIVES.values():
+        (short, of_short), (long, of_long) = trained(objective, SHORT[row]), trained(objective, LONG)
+        both, of_both = trained(objective, SHORT[row], LONG)
+        names = {name for name, weight in drafter.named_parameters() if weight.requires_grad}
+        assert of_short.keys() == of_both.keys() == names, "no process may wait for a gradient"
+        for key in ("loss", "alpha_K", "match_K", "count_K"):
+            parts = [getattr(sums, key).double() for sums in (short, long, both)]
+            torch.testing.assert_close(parts[0] + parts[1], parts[2], **CLOSE)
+        for key, gradient in of_both.items():
+            torch.testing.assert_close(of_short[key] + of_long[key], gradient, **CLOSE)
+        assert all(count <= max(0, len(SHORT[row]["input_ids"]) - 1) for count in short.count_K.tolist())
+        if not SHORT[row]["spans"]:
+            assert not any(gradient.any() for gradient in of_short.values())
 
 
 @pytest.mark.parametrize("name", ["hass", "eagle3", "mtp", "peagle", "dflash"])
