@@ -1,6 +1,8 @@
 """MTP modules in the files of targets: logits of the plain formula and of transformers' MtpModel; bit-equal files."""
 
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,13 @@ def write(folder: Path, changes: dict[str, Tensor | None]) -> None:
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt", "kept": "too"})
 
 
+def attended(q_hTd: Tensor, k_hTd: Tensor, v_gTd: Tensor) -> Tensor:
+    """Causal attention, [T, heads * d]."""
+    later_TT = torch.ones(q_hTd.shape[1], q_hTd.shape[1], dtype=torch.bool).triu(1)
+    weights_hTT = (q_hTd @ k_hTd.transpose(1, 2) / HEAD**0.5).masked_fill(later_TT, -torch.inf).softmax(-1)
+    return (weights_hTT @ v_gTd.repeat_interleave(HEADS // KV_HEADS, 0)).transpose(0, 1).flatten(1)
+
+
 def reference(name: str, w: dict[str, Tensor], target: PreTrainedModel, tokens: list[int], states: Tensor) -> Tensor:
     """The module's output [T, H] by the plain formula; `tokens[t]` comes after the position of `states[t]`."""
     centred, part = name == "Qwen3.5", 0.5 if name in ("GLM-4.5", "Qwen3.5") else 1.0
@@ -133,9 +142,7 @@ def reference(name: str, w: dict[str, Tensor], target: PreTrainedModel, tokens: 
         return torch.cat([first * angles.cos().to(y) + halves * angles.sin().to(y), rest], -1)
 
     q, k = placed(q, "q"), placed(k, "k").repeat_interleave(HEADS // KV_HEADS, 0)
-    hidden = torch.ones(len(tokens), len(tokens), dtype=torch.bool).triu(1)
-    weights = (q @ k.transpose(1, 2) / HEAD**0.5).masked_fill(hidden, -torch.inf).softmax(-1)
-    out = (weights @ v.repeat_interleave(HEADS // KV_HEADS, 0)).transpose(0, 1).flatten(1)
+    out = attended(q, k, v)
     if gate.numel():
         out = out * gate.transpose(0, 1).flatten(1).sigmoid()
     x = x + out @ w["layers.0.self_attn.o_proj.weight"].T
@@ -144,21 +151,27 @@ def reference(name: str, w: dict[str, Tensor], target: PreTrainedModel, tokens: 
     return rms(x + up @ w["layers.0.mlp.down_proj.weight"].T, "final_layernorm")
 
 
-@pytest.mark.parametrize("name", TARGETS)
-def test_logits_are_those_of_the_formula(name: str, tmp_path: Path) -> None:
-    """Decoded in float64, several steps deep, with the target's states at first and the module's own after."""
-    target, module = make_target(name, tmp_path / "t")
-    drafter = load_drafter("native-mtp", target)
-    target, drafter = target.double(), drafter.double()
-    w = {part: value.double() for part, value in module.items()}
+Formula = Callable[[dict[str, Tensor], PreTrainedModel, list[int], Tensor], Tensor]
+
+
+def assert_formula(target: PreTrainedModel, module: dict[str, Tensor], formula: Formula, tolerance: float) -> None:
+    """Decode in float64, several steps deep, with the target's states at first and the module's own after."""
+    drafter = load_drafter("native-mtp", target).double()
+    target, w = target.double(), {part: value.double() for part, value in module.items()}
     states = target(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states[-1][0]
     tokens, logits = [*PROMPT[1:], DRAFTED[0]], []
     for token in DRAFTED[1:]:
-        out = reference(name, w, target, tokens, states)
+        out = formula(w, target, tokens, states)
         logits.append(target.lm_head(out[-1]))
         tokens, states = [*tokens, token], torch.cat([states, out[-1:]])
     ours = decoded_logits(drafter, target, PROMPT, DRAFTED)
-    assert (ours - torch.stack(logits)).abs().max() < 1e-12 * ours.abs().max()
+    assert (ours - torch.stack(logits)).abs().max() < tolerance * ours.abs().max()
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_logits_are_those_of_the_formula(name: str, tmp_path: Path) -> None:
+    target, module = make_target(name, tmp_path / "t")
+    assert_formula(target, module, partial(reference, name), 1e-12)
 
 
 def test_heads_that_do_not_divide_the_width(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,9 +393,7 @@ def ernie_reference(w: dict[str, Tensor], target: PreTrainedModel, tokens: list[
         return torch.view_as_real(torch.view_as_complex(y.unflatten(-1, (-1, 2)).contiguous()) * turn).flatten(-2)
 
     q, k = placed(q), placed(k).repeat_interleave(HEADS // KV_HEADS, 0)
-    later = torch.ones(len(tokens), len(tokens), dtype=torch.bool).triu(1)
-    weights = (q @ k.transpose(1, 2) / HEAD**0.5).masked_fill(later, -torch.inf).softmax(-1)
-    out = (weights @ v.repeat_interleave(HEADS // KV_HEADS, 0)).transpose(0, 1).flatten(1)
+    out = attended(q, k, v)
     x = x + out @ block("self_attn.o_proj").T
     h = rms(x, block("post_attention_layernorm"))
     up = torch.nn.functional.silu(h @ block("mlp.gate_proj").T) * (h @ block("mlp.up_proj").T)
@@ -390,19 +401,9 @@ def ernie_reference(w: dict[str, Tensor], target: PreTrainedModel, tokens: list[
 
 
 def test_ernie_is_the_formula_of_its_source(tmp_path: Path) -> None:
-    """Decoded in float64, several steps deep. Rotations and norms of transformers' class compute in float32."""
+    """Rotations and norms of transformers' class compute in float32."""
     target, module = make_ernie(tmp_path / "t")
-    drafter = load_drafter("native-mtp", target).double()
-    target = target.double()
-    w = {part: value.double() for part, value in module.items()}
-    states = target(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states[-1][0]
-    tokens, logits = [*PROMPT[1:], DRAFTED[0]], []
-    for token in DRAFTED[1:]:
-        out = ernie_reference(w, target, tokens, states)
-        logits.append(target.lm_head(out[-1]))
-        tokens, states = [*tokens, token], torch.cat([states, out[-1:]])
-    ours = decoded_logits(drafter, target, PROMPT, DRAFTED)
-    assert (ours - torch.stack(logits)).abs().max() < 1e-6 * ours.abs().max()
+    assert_formula(target, module, ernie_reference, 1e-6)
 
 
 def made(name: str, folder: Path) -> tuple[PreTrainedModel, set[str]]:
