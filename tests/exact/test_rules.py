@@ -16,7 +16,7 @@ from draftsmith.decode.policies import AdaptiveChain, BestFirst, Chain, Confiden
 from draftsmith.decode.rules import RULES
 from draftsmith.decode.sampling import Sampling
 
-PAIRS = 20
+PAIRS = 10
 
 SETTINGS = {
     "T=1": Setting(),

@@ -1,5 +1,6 @@
 """Published block drafters give the logits that their layouts describe (fp64, 1e-12)."""
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +43,20 @@ def target() -> LlamaForCausalLM:
     return six_layers().double()
 
 
-@pytest.mark.parametrize("sees", [True, False], ids=["sure of the token before", "sure of the state alone"])
-@pytest.mark.parametrize("rank", [0, 5], ids=["dflash", "dspark"])
-@pytest.mark.parametrize("first", [1, 0], ids=["from the mask", "from the anchor"])
-@pytest.mark.parametrize("kept", [None, KEPT[::-1]], ids=["whole", "draft vocabulary in any order"])
-@pytest.mark.parametrize("causal", [None, True, False], ids=["", "causal in a window", "in a window"])
+DFLASH = product([True, False], [0, 5], [1, 0], [None, KEPT[::-1]], [None, True, False])
+"""Confidences that see the token before; Markov ranks; from the mask or the anchor; draft vocabularies; windows."""
+
+
+@pytest.mark.parametrize(
+    ("sees", "rank", "first", "kept", "causal"),
+    [pytest.param(*case, marks=pytest.mark.slow if n % 5 else ()) for n, case in enumerate(DFLASH)],
+)
 def test_dflash(
-    causal: bool | None,
-    kept: list[int] | None,
-    first: int,
-    rank: int,
     sees: bool,
+    rank: int,
+    first: int,
+    kept: list[int] | None,
+    causal: bool | None,
     tmp_path: Path,
     target: LlamaForCausalLM,
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import YARN, make_llama
+from conftest import YARN, make_llama, spread
 from parity.published_files import DRAFTED, HIDDEN, PROMPT
 from parity.test_exports import exported, made
 from parity.test_exports import target as target
@@ -88,16 +88,15 @@ ROTATED = [("draft_model", "transformers"), ("draft_model", "vllm"), ("draft_mod
 ROTATED += [("eagle3", "sglang"), ("eagle3", "vllm"), ("peagle", "vllm"), ("dflash", "sglang"), ("dflash", "vllm")]
 
 
-@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: scaling["rope_type"])
-@pytest.mark.parametrize(("kind", "format"), ROTATED)
+@pytest.mark.parametrize(("drafter", "scaling"), spread(ROTATED, SCALINGS))
 def test_base_and_scaling_have_the_names_of_old_and_new_readers(
-    kind: str, format: str, scaling: dict[str, Any], tmp_path: Path
+    drafter: tuple[str, str], scaling: dict[str, Any], tmp_path: Path
 ) -> None:
     """transformers 5 writes `rope_parameters` alone, for which other readers take base 10,000."""
-    rope = {**scaling, "rope_theta": 500.0}
+    (kind, format), rope = drafter, {**scaling, "rope_theta": 500.0}
     rotated = make_llama(num_hidden_layers=8, rope_parameters=rope).requires_grad_(False)
-    drafter = made(kind, rotated, **({"num_tokens": 3, "mask_token": 17} if kind == "peagle" else {}))
-    stored = json.loads((exported(drafter, rotated, format, tmp_path / "out").folder / "config.json").read_text())
+    own = made(kind, rotated, **({"num_tokens": 3, "mask_token": 17} if kind == "peagle" else {}))
+    stored = json.loads((exported(own, rotated, format, tmp_path / "out").folder / "config.json").read_text())
     layers = stored.get("transformer_layer_config", stored)
     assert layers["rope_theta"] == 500.0
     assert layers.get("rope_scaling") == (None if scaling["rope_type"] == "default" else scaling)

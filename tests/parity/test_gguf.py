@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import make_llama
+from conftest import make_llama, spread
 from packaging.version import Version
 from parity.test_exports import exported, made
 from piece_tokenizer import make_piece_tokenizer
@@ -119,8 +119,7 @@ def test_the_named_commands_write_target_and_drafter(
     assert read(tmp_path / "embedded")[0]["llama.block_count"] == 20
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("name", "dtype"), spread(MODELS, ["float32", "bfloat16", "float16"]))
 def test_every_tensor_of_a_draft_model(name: str, dtype: str, tmp_path: Path, target: LlamaForCausalLM) -> None:
     """Renamed; rows of queries and keys of Llama in another order; norms and biases in float32."""
     kind = name.split()[0]

@@ -1,10 +1,11 @@
 """Batches: each text equals the text that is decoded alone."""
 
 from collections import Counter
+from itertools import product
 
 import pytest
 import torch
-from conftest import make_llama, noisy_llama
+from conftest import make_llama, noisy_llama, spread
 from half_precision import require_greedy
 from transformers import LlamaForCausalLM, RepetitionPenaltyLogitsProcessor, StoppingCriteria
 
@@ -38,12 +39,13 @@ def drafter(kind: str, target: LlamaForCausalLM) -> Drafter | None:
     return {"none": None, "draft_model": DraftModel(noisy), "hybrid": Hybrid(DraftModel(noisy), min_match=2)}[kind]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", ["draft_model", "medusa", "hybrid"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("case", "temperature"), spread(product(["draft_model", "medusa", "hybrid"], POLICIES), [0.0, 1.0]), ids=str
+)
 def test_each_text_equals_the_text_decoded_alone(
-    tiny_target: LlamaForCausalLM, kind: str, policy: str, temperature: float
+    tiny_target: LlamaForCausalLM, case: tuple[str, str], temperature: float
 ) -> None:
+    kind, policy = case
     decoder = SpeculativeDecoder(tiny_target, drafter(kind, tiny_target), policy=policy_named(policy, COSTS))
     settings = {"max_new_tokens": 40, "temperature": temperature, "eos_token_id": [1, 19, 20]}
     together = decoder.generate_batch(PROMPTS, seeds=100, **settings)

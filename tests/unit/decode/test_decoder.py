@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import make_llama, noisy_llama
+from conftest import make_llama, noisy_llama, spread
 from transformers import InfNanRemoveLogitsProcessor, LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
 
 from draftsmith.decode.costs import Costs
@@ -143,13 +143,19 @@ def test_padded_vocabularies_share_their_common_part(tiny_target: LlamaForCausal
             assert len(out.tokens) == 30
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("policy", [None, "chain", "adaptive", "best-first", "sampled-tree", "compiled"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+NOT_FINITE = product([torch.nan, torch.inf], [0.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("policy", "setting"),
+    spread([None, "chain", "adaptive", "best-first", "sampled-tree", "compiled"], NOT_FINITE),
+    ids=str,
+)
 def test_logits_that_are_not_finite_end_with_an_error(
-    tiny_target: LlamaForCausalLM, value: float, policy: str | None, temperature: float, monkeypatch: pytest.MonkeyPatch
+    tiny_target: LlamaForCausalLM, policy: str | None, setting: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the first round on, in one text of a batch; -inf forbids a token."""
+    value, temperature = setting
     monkeypatch.setitem(graphs.OPTIONS, "cpu", {"disable": True})
     drafter, compiled = None if policy is None else DraftModel(noisy_llama()), policy == "compiled"
     options = {"costs": Costs({1: 1.0, 16: 1.1}, {1: 0.1}), "policy": None if compiled else policy}

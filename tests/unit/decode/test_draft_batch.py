@@ -7,26 +7,15 @@ from exact.wrong_rules import Seeded
 
 from draftsmith.decode.drafts.batch import NO_DRAFT, DraftBatch
 from draftsmith.decode.draws import seeded_draws
-from draftsmith.decode.rules import RULES
 from draftsmith.decode.verification import verify
 from draftsmith.heads.draft_tree import ROOT, Draft
 
 VOCAB = 7
 CPU = torch.device("cpu")
-CHOSEN = [
-    Draft.chain([1, 2, 3]),
-    Draft.chain([4]),
-    Draft((1, 2, 5, 6), (ROOT, ROOT, 0, 1)),
-    Draft((3, 0, 4), (ROOT, 0, 0)),
-]
 
 
 def distributions(count: int) -> torch.Tensor:
     return (1.5 * torch.randn(count, VOCAB, dtype=torch.float64)).softmax(-1)
-
-
-def drawn_chain(length: int, seed: int) -> Draft:
-    return drawn_draft(range(-1, length - 1), lambda _: distributions(1)[0], Seeded(seed))
 
 
 def drawn_tree(parents: tuple[int, ...], seed: int) -> Draft:
@@ -38,43 +27,6 @@ def drawn_tree(parents: tuple[int, ...], seed: int) -> Draft:
 def drawn_trees(seed: int) -> list[Draft]:
     shapes = [(ROOT, ROOT, 0), (ROOT, 0, ROOT, 1), (ROOT, ROOT, ROOT, 1, 1), (ROOT, 0, 0, ROOT, 3, 3)]
     return [drawn_tree(shape, seed + row) for row, shape in enumerate(shapes)]
-
-
-def some_drafts(kind: str, seed: int) -> list[Draft]:
-    chains = [*(drawn_chain(length, seed + length) for length in (3, 1, 4)), NO_DRAFT]
-    return chains + (CHOSEN if kind == "chosen" else drawn_trees(seed))
-
-
-@pytest.mark.parametrize(
-    ("kind", "rule"),
-    [
-        ("chosen", None),
-        ("chosen", "point-mass"),
-        ("chosen", "typical"),
-        ("drawn", None),
-        ("drawn", "traversal"),
-        ("drawn", "point-mass"),
-    ],
-)
-def test_results_are_those_of_each_draft_alone(kind: str, rule: str | None) -> None:
-    """Drawn chains, chosen drafts or drawn trees, and texts without a draft, in one batch."""
-    torch.manual_seed(0)
-    chosen_rule, accepted = rule and RULES[rule], 0
-    for trial in range(20):
-        drafts = some_drafts(kind, 10 * trial)
-        widest = 1 + max(map(len, drafts))
-        p_BQV = distributions(len(drafts) * widest).unflatten(0, (len(drafts), widest))
-        seeds, lengths = [100 * trial + row for row in range(len(drafts))], [5 + row for row in range(len(drafts))]
-        outcome = verify(chosen_rule, p_BQV, DraftBatch.of(drafts), seeded_draws(seeds, lengths, CPU))
-        for row, (draft, values) in enumerate(zip(drafts, outcome.packed().tolist(), strict=True)):
-            draws = seeded_draws([seeds[row]], [lengths[row]], CPU)
-            p_1PV = p_BQV[row : row + 1, : len(draft) + 1]
-            alone = verify(chosen_rule, p_1PV, DraftBatch.of([draft]), draws)
-            result, expected = outcome.result(values), alone.result(alone.packed()[0].tolist())
-            assert (result.path, result.next_token) == (expected.path, expected.next_token)
-            assert result.overlap == pytest.approx(expected.overlap)
-            accepted += result.accepted
-    assert accepted > 20
 
 
 def test_the_paths_of_all_nodes() -> None:

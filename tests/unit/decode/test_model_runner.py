@@ -1,12 +1,10 @@
 """The model runner and its cache: logits equal those with transformers' cache, without the rejected tokens."""
 
 from collections.abc import Callable
-from inspect import signature
 
 import pytest
 import torch
 from transformers import (
-    DynamicCache,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
@@ -15,7 +13,6 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from draftsmith.decode.cache.rollback import cache_name
 from draftsmith.decode.passes import graphs
 from draftsmith.decode.passes.plan import Plan
 from draftsmith.decode.passes.runner import ModelRunner
@@ -32,17 +29,6 @@ def read_afresh(model: LlamaForCausalLM, tokens: list[int]) -> torch.Tensor:
 
 def branch(runner: ModelRunner, root: int, draft: Draft, rows: int = 1) -> torch.Tensor:
     return runner.tree(torch.tensor([[root, *draft.tokens]] * rows), [draft.parents])
-
-
-@torch.inference_mode()
-def test_same_logits_as_the_dynamic_cache(tiny_target: LlamaForCausalLM) -> None:
-    ids = torch.randint(2, 64, (20,), generator=torch.Generator().manual_seed(0)).tolist()
-    runner, theirs = ModelRunner(tiny_target, 1), DynamicCache(config=tiny_target.config)
-    for start, end in ((0, 9), (9, 10), (10, 15), (15, 20)):
-        ours = runner.append([ids[start:end]])
-        cache = {cache_name(signature(tiny_target.forward).parameters): theirs}
-        logits = tiny_target(torch.tensor([ids[start:end]]), **cache).logits
-        torch.testing.assert_close(ours[0], logits[0, -1], **CLOSE)
 
 
 @torch.inference_mode()
@@ -69,35 +55,6 @@ def test_the_lm_head_in_16_bits_reads_no_view_of_the_last_states(tiny_target: Ll
     runner = ModelRunner(target, 1)
     runner.read_prompts([list(range(2, 22))], [None])
     assert strides == [(32, 32, 1)] * 2
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("path", [[], [0], [0, 1], [2], [2, 3]])
-def test_only_the_accepted_path_is_kept(tiny_target: LlamaForCausalLM, path: list[int]) -> None:
-    draft = Draft((10, 11, 12, 13), (-1, 0, -1, 2))
-    runner = ModelRunner(tiny_target, 1)
-    runner.append([[5, 6, 7]])
-    branch(runner, 8, draft)
-    runner.commit([[0, *(node + 1 for node in path)]])
-    assert runner.lengths == [4 + len(path)]
-    kept = [5, 6, 7, 8, *(draft.tokens[node] for node in path)]
-    torch.testing.assert_close(branch(runner, 30, Draft())[0][0], read_afresh(tiny_target, [*kept, 30]), **CLOSE)
-
-
-@torch.inference_mode()
-def test_a_tree_read_level_by_level_is_the_tree_read_at_once(tiny_target: LlamaForCausalLM) -> None:
-    draft = Draft((10, 11, 12, 13, 14), (-1, -1, 0, 1, 1))
-    at_once, by_level = ModelRunner(tiny_target, 1), ModelRunner(tiny_target, 1)
-    for runner in (at_once, by_level):
-        runner.append([[5, 6, 7]])
-    whole = branch(at_once, 8, draft)
-    levels = [
-        Level(torch.tensor([[8]]), None, 1),
-        Level(torch.tensor([[10, 11]]), torch.tensor([[0, 0]]), 2),
-        Level(torch.tensor([[12, 13, 14]]), torch.tensor([[0, 1, 1]]), 3),
-    ]
-    by_level_1QV = torch.cat([by_level.extend(level) for level in levels], 1)
-    torch.testing.assert_close(by_level_1QV, whole, **CLOSE)
 
 
 @torch.inference_mode()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import make_llama, mostly_slow
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transfers import Reads, counted_reads
@@ -199,7 +199,7 @@ MOST_UPLOADS = 2
 """Of a round: its outcome with the numbers for the next one, and the tokens that the drafter has not read."""
 
 
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("batch", mostly_slow([1, 8], 8))
 @pytest.mark.parametrize("name", CASES)
 def test_reads_and_uploads_of_a_round(name: str, batch: int) -> None:
     """One read for chains of one length and retrieved drafts, whatever the number of texts.
@@ -231,7 +231,7 @@ READS_OF_A_LEVEL: dict[str, tuple[int, int]] = {
 """Reads of a level of the drafts of all texts, greedy and sampled: what policies decide by, and what they drew."""
 
 
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("batch", mostly_slow([1, 8], 8))
 @pytest.mark.parametrize("policy", READS_OF_A_LEVEL)
 @pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_policies_that_look_at_q_read_each_level_once(policy: str, settings: dict[str, Any], batch: int) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import make_llama, spread
 from torch import Tensor
 from transformers import LlamaForCausalLM
 from unit.heads.test_families import FAMILIES
@@ -120,8 +120,7 @@ def best_constant_loss(signals: TeacherSignals, target: LlamaForCausalLM, tokens
     return float((p_ND * (within_ND.clamp_min(1e-30).log() - q_D.log())).sum(-1).mean())
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("family", STARTED)
+@pytest.mark.parametrize(("family", "target"), spread(STARTED, TARGETS))
 def test_no_worse_than_a_constant(family: str, target: str) -> None:
     """On texts that the start was not fitted to, and without a tensor that the drafter did not have."""
     model, first_BT, others_BT, counts_V = samples(target)
@@ -137,8 +136,7 @@ def test_no_worse_than_a_constant(family: str, target: str) -> None:
     assert losses.mean() <= best_constant_loss(signals, model, tokens_D) + 0.3, losses
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("family", ["eagle", "hass", "mtp", "mtp of 3 modules", "mtp, 32 tokens"])
+@pytest.mark.parametrize(("family", "target"), spread(NEXT_STATE, TARGETS))
 def test_drafters_that_read_the_next_token_begin_with_the_next_state(family: str, target: str) -> None:
     """Of what a constant leaves open, the regression on the state and the token explains at least a quarter."""
     model, first_BT, others_BT, counts_V = samples(target)
