@@ -51,17 +51,6 @@ def test_rules_for_chains_refuse_trees(rule: str) -> None:
     require_refusal(rule, TREE, "tree drawn from q")
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_every_rule_takes_a_drawn_chain(rule: str) -> None:
-    RULES[rule].require(drawn=CHAIN.drawn, is_chain=CHAIN.is_chain)
-
-
-@pytest.mark.parametrize("rule", ["point-mass", "typical"])
-@pytest.mark.parametrize("draft", [*CHOSEN.values(), TREE])
-def test_rules_without_a_ratio_take_any_draft(rule: str, draft: Draft) -> None:
-    assert verify(RULES[rule], Q_V.expand(len(draft) + 1, -1), draft, BranchingRng()).accepted <= draft.depth
-
-
 @pytest.mark.parametrize("draft", [*CHOSEN.values(), CHAIN, TREE])
 def test_the_default_rule_fits_and_is_lossless(draft: Draft) -> None:
     best_rule(draft).require(drawn=draft.drawn, is_chain=draft.is_chain)

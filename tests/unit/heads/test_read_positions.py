@@ -119,12 +119,3 @@ def test_prompts_and_padding_cost_keys_at_most(name: str) -> None:
         return counted.total
 
     assert operations(32) < operations(255) / (2 if name == "hass" else 3)
-
-
-@pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 511, 512, 1000, 1500, 30_000])
-def test_lengths_of_flat_rows(count: int) -> None:
-    """A few lengths occur, and little is added."""
-    length = read_positions._rounded(count)
-    assert max(count, 1) <= length <= max(count * 33 / 32, count + 16)
-    assert length % 16 == 0
-    assert len({read_positions._rounded(other) for other in range(1000, 2000)}) == 33
