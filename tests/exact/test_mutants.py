@@ -1,14 +1,15 @@
-"""The enumeration rejects every known wrong variant, and accepts the correct rule on the same pair of models."""
+"""The enumeration: right probabilities of known draws; it rejects every known wrong rule and accepts the right one."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from drawn_tree import ChosenTree, DrawnTree, widths_shape
 from exact import wrong_rules
-from exact.enumeration import Tokens, Verify
+from exact.enumeration import BranchingRng, Open, Tokens, Verify, add, outcomes, spread, total_variation
 from exact.one_round import EXACT, GAMMA, PROMPT, Drafts, Round, Setting, the_rule
 from exact.toys import ToyModel, below
 from exact.wrong_rules import forged
@@ -181,3 +182,61 @@ def test_a_wrong_decoder_around_a_right_rule_is_rejected(wrong: type[Round], set
     for kind, (low, high) in ((Round, (0, EXACT)), (wrong, (1e-2, 1))):
         pair = kind(setting, SEED)
         assert low <= pair.gap(the_rule("token"), pair.drafts(CHAIN)) < high
+
+
+DIE = torch.tensor([1.0, 2.0, 0.0, 1.0], dtype=torch.float64)
+
+
+def coin_then_die(rng: BranchingRng) -> tuple[bool, int]:
+    return (True, rng.categorical(DIE)) if rng.bernoulli(0.25) else (False, 0)
+
+
+def test_every_outcome_comes_with_its_probability() -> None:
+    expected = {(False, 0): 0.75, (True, 0): 0.0625, (True, 1): 0.125, (True, 3): 0.0625}
+    assert {result: weight for weight, result in outcomes(coin_then_die)} == expected
+
+
+def test_certain_choices_have_one_outcome() -> None:
+    assert list(outcomes(lambda rng: (rng.bernoulli(1.0), rng.bernoulli(0.0)))) == [(1.0, (True, False))]
+
+
+def test_outcomes_continue_given_choices() -> None:
+    assert {result: weight for weight, result in outcomes(coin_then_die, start=(1, 1))} == {(True, 1): 0.125}
+
+
+def test_a_token_that_is_not_read_represents_all_outcomes() -> None:
+    ((weight, token),) = outcomes(lambda rng: rng.categorical(DIE), leave_open=True)
+    assert isinstance(token, Open)
+    assert (weight, spread(token)) == (1.0, [(0, 0.25), (1, 0.5), (3, 0.25)])
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda token, rng: (token == 1, token),
+        lambda token, rng: (token in {1, 2}, token),
+        lambda token, rng: (bool(token), token),
+        lambda token, rng: ("abcd"[token], token),
+        lambda token, rng: (int(token) + 1, token),
+        lambda token, rng: (rng.bernoulli(0.5), token),
+        lambda token, rng: (rng.categorical(DIE), token),
+    ],
+    ids=["==", "in", "bool", "index", "int", "flip", "draw"],
+)
+def test_the_outcomes_of_a_token_that_is_read_are_enumerated(look: Callable[[Any, BranchingRng], Any]) -> None:
+    found: tuple[dict, dict] = ({}, {})
+    for leave_open, distribution in zip((True, False), found, strict=True):
+        for weight, (seen, token) in outcomes(lambda rng: look(rng.categorical(DIE), rng), leave_open=leave_open):
+            for value, share in spread(token):
+                for other, rest in spread(seen):
+                    add(distribution, (other, value), weight * share * rest)
+    assert sum(found[0].values()) == pytest.approx(1)
+    assert total_variation(*found) < 1e-15
+
+
+def test_weights_that_are_not_a_distribution_are_refused() -> None:
+    for wrong in (DIE - 1, DIE * 0, DIE * torch.nan):
+        with pytest.raises(AssertionError):
+            list(outcomes(lambda rng, wrong=wrong: rng.categorical(wrong)))
+    with pytest.raises(AssertionError):
+        list(outcomes(lambda rng: rng.bernoulli(float("nan"))))

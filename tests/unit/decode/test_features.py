@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from draftsmith.decode.cache.committed import FeatureQueue, at_positions
-from draftsmith.heads.rows import Counts, Rows
+from draftsmith.decode.cache.committed import FeatureQueue
+from draftsmith.heads.rows import Counts
 
 CPU = torch.device("cpu")
 
@@ -34,14 +34,3 @@ def test_each_text_gets_its_features_once_and_in_order(seed: int) -> None:
                 assert values_BnF[row, :count, 0].tolist() == expected[row][:count]
             expected = [held[count:] for held, count in zip(expected, taken, strict=True)]
     assert queue.counts == [len(held) for held in expected]
-
-
-def test_places_that_rise_from_0_are_not_copied() -> None:
-    values_BQF = torch.rand(2, 6, 3)
-    view = at_positions(values_BQF, Rows([[0, 1, 2], [0]], CPU))
-    assert view.data_ptr() == values_BQF.data_ptr()
-    assert torch.equal(view, values_BQF[:, :3])
-    copied = at_positions(values_BQF, Rows([[0, 2, 5], [1]], CPU))
-    assert torch.equal(copied[0], values_BQF[0, [0, 2, 5]])
-    assert torch.equal(copied[1, :1], values_BQF[1, 1:2])
-    assert at_positions(values_BQF, Rows([[], []], CPU)).shape == (2, 0, 3)

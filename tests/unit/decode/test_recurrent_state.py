@@ -1,7 +1,6 @@
 """Recurrent layers, caches without rollback, indexers: logits after discarded drafts, and drafters of such models."""
 
 from collections.abc import Callable
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from draftsmith.decode.passes.eager import RereadingPasses
 from draftsmith.decode.passes.plan import MOST_AGAIN, Plan
 from draftsmith.decode.passes.recurrent import Mixer
 from draftsmith.decode.passes.runner import ModelRunner
-from draftsmith.decode.profiling import _reading
 from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.heads import HEADS, DraftModel
@@ -148,31 +146,6 @@ def test_rows_that_leave_a_batch(family: str) -> None:
         runner.commit([[0], [0, 1]] if starts[1] < 9 else [[0, 1], [0]])
 
 
-@torch.inference_mode()
-def test_a_model_that_another_thread_reads_with() -> None:
-    """While a pass runs, layers have the methods of its texts; another thread waits before it looks them up."""
-    model, logits = build("lfm2"), []
-
-    @torch.inference_mode()
-    def read() -> None:
-        runner = ModelRunner(model, 1, Plan(longest=100))
-        runner.append([[5, 9, 33]])
-        logits.append(runner.tree(torch.tensor([[2, 7]]), [(-1,)]))
-        runner.close()
-
-    read()
-    other = ModelRunner(model, 2, Plan(longest=100))
-    other.append([[7, 8], [4]])
-    thread = Thread(target=read)
-    passes: Any = other.passes
-    with passes._mixing(2, None):
-        thread.start()
-        thread.join(0.5)
-        assert len(logits) == 1, "the other thread waits"
-    thread.join()
-    torch.testing.assert_close(logits[1], logits[0])
-
-
 class Compared(DraftModel):
     """A draft model that compares its logits with those of plain forward passes."""
 
@@ -251,17 +224,6 @@ def test_the_first_layers_of_a_hybrid_draft(family: str) -> None:
     expected = SpeculativeDecoder(target).generate([5, 6, 7], max_new_tokens=6).tokens
     for drafter in (EarlyExit(target, layers=1), DraftModel.from_target(target).double()):
         assert SpeculativeDecoder(target, drafter).generate([5, 6, 7], max_new_tokens=6).tokens == expected
-
-
-@torch.inference_mode()
-def test_measured_passes_read_as_many_tokens_again_as_rounds_do_on_average() -> None:
-    model, widths = build("mamba2"), []
-    with _reading(model, [5, 6, 7], compile=False) as read:
-        mixer = model.get_submodule("backbone.layers.0.mixer.in_proj")
-        mixer.register_forward_pre_hook(lambda _, arguments: widths.append(arguments[0].shape[1]))
-        for width in (3, 5):
-            read(width)
-    assert widths == [MOST_AGAIN // 2 + 3, MOST_AGAIN // 2 + 5]
 
 
 @torch.inference_mode()
