@@ -113,12 +113,7 @@ ANCHORED, NORMED_HEADS = {"sample_from_anchor": True}, {"layers": [2, 4, 5], "qk
 MANY = {"block_size": 4, "lilicorr_candidate_topk": 32, "lilicorr_hidden_size": 8, "lilicorr_factor_dim": 4}
 TRAINED = "a trained mask embedding; expected the embedding of a token, or format=vllm"
 REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
-    "a repository's": (
-        "medusa",
-        {},
-        "hydra",
-        "format='hydra'; expected one of vllm, sglang, gguf, native, transformers",
-    ),
+    "a repository's": ("medusa", {}, "hydra", "format='hydra'; expected one of vllm, sglang, gguf, native,"),
     "eagle in vllm": ("eagle", {}, "vllm", "expected sglang, transformers for a drafter of type eagle"),
     "residual": ("eagle3", {"norm_before_residual": True}, "sglang", "norm_before_residual=True; expected false, or"),
     "norm": ("eagle3", {"norm_before_fc": True}, "sglang", "norm_before_fc=True; expected false, or format=vllm"),
@@ -128,12 +123,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "one feature twice": ("eagle3", {"layers": [1, 1, 5]}, "vllm", r"\[1, 1, 5\]; expected different layers"),
     "gated": ("dflash", {"markov_rank": 3, "markov_type": "gated"}, "vllm", "markov_type=gated; expected vanilla, or"),
     "recurrent": ("dflash", {"markov_rank": 3, "markov_type": "rnn"}, "gguf", "markov_type=rnn; expected vanilla, or"),
-    "a selector alone": (
-        "dflash",
-        {"selector_rank": 2},
-        "vllm",
-        "selector_rank=2, conv_kernel_size=0; expected both or",
-    ),
+    "a selector alone": ("dflash", {"selector_rank": 2}, "vllm", "selector_rank=2, conv_kernel_size=0; expected both"),
     "convolutions alone": ("dflash", {"conv_kernel_size": 2}, "sglang", "conv_kernel_size=2; expected both or none"),
     "dflash 2 in gguf": ("dflash", {"selector_rank": 2}, "gguf", "convolutions or transitions other than"),
     "mtp in vllm": ("mtp", {}, "vllm", "format='vllm'; expected native, transformers for a drafter of type mtp"),
@@ -179,9 +169,7 @@ def test_a_mask_state_that_no_features_give_is_refused(tmp_path: Path, target: L
     drafter = made("peagle", target)
     with torch.no_grad():
         drafter.body.fc.weight[0] = 0
-    with pytest.raises(
-        ConfigError, match=r"a mask state that fc cannot produce \(relative error .*%\); expected an fc of"
-    ):
+    with pytest.raises(ConfigError, match=r"a mask state that fc cannot produce \(relative error .*%\); expected an"):
         exported(drafter, target, "vllm", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 

@@ -292,11 +292,7 @@ REFUSED_MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 LONG = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONG |= {"original_max_position_embeddings": 32}
-REFUSED_MODELS["llama3 in qwen"] = (
-    "qwen3",
-    {"rope_parameters": LONG},
-    "'llama3'; expected one of default, linear, yarn",
-)
+REFUSED_MODELS["llama3 in qwen"] = ("qwen3", {"rope_parameters": LONG}, "'llama3'; expected one of default, linear,")
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16}
 REFUSED_MODELS["yarn"] = ("llama", {"rope_parameters": YARN}, "beta_fast=16; expected 32 in llama.cpp's layers")
 

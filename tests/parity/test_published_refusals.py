@@ -154,16 +154,8 @@ def replaced(name: str, value: torch.Tensor, **changes: Any) -> Callable[[dict[s
 @pytest.mark.parametrize(
     ("layout", "change", "message"),
     [
-        (
-            "eagle3",
-            without("layers.0.hidden_norm.weight"),
-            "no tensor layers.0.hidden_norm.weight; expected float [32]",
-        ),
-        (
-            "eagle3",
-            replaced("norm.weight", torch.tensor([torch.nan] * HIDDEN)),
-            "tensor norm.weight has values that are not",
-        ),
+        ("eagle3", without("layers.0.hidden_norm.weight"), "no tensor layers.0.hidden_norm.weight; expected float"),
+        ("eagle3", replaced("norm.weight", torch.tensor([torch.nan] * HIDDEN)), "tensor norm.weight has values that"),
         ("eagle3", without("d2t"), "no tensor d2t; expected int [8]"),
         ("eagle3", without("", fc_norm=True), "no tensor fc_norm.0.weight; expected float [32]"),
         ("eagle3", without("", draft_vocab_size=9), "tensor d2t is int [8]; expected int [9]"),

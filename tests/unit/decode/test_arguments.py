@@ -86,15 +86,9 @@ def test_a_mask_of_booleans_in_generate(tiny_target: LlamaForCausalLM) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            {"input_ids": BatchEncoding({"input_ids": IDS, "pixel_values": IDS})},
-            "'pixel_values'.*; expected it in `inputs`",
-        ),
+        ({"input_ids": BatchEncoding({"input_ids": IDS, "pixel_values": IDS})}, "'pixel_values'.*; expected it in"),
         ({"input_ids": IDS, "attention_mask": MASK[:, 1:]}, r"attention_mask lengths=\[4, 4\]; .* input_ids, \[5, 5\]"),
-        (
-            {"input_ids": IDS, "attention_mask": (MASK.float() - 1) * 1e9},
-            "attention_mask with other values than 0 and 1",
-        ),
+        ({"input_ids": IDS, "attention_mask": (MASK.float() - 1) * 1e9}, "attention_mask with other values than 0"),
         ({"input_ids": IDS / 2}, "input_ids of float32; expected whole numbers"),
         ({"input_ids": ["text"]}, "input_ids of <U4; expected whole numbers"),
         ({"input_ids": IDS[None]}, r"input_ids shape=\[1, 2, 5\]; expected \[T\] or \[B, T\]"),
@@ -180,9 +174,7 @@ def test_prompts_beyond_the_drafters_context_are_decoded_without_drafts(
     prompts = [[3] + [5, 6, 7] * 8, [3, 5, 6, 7], [9] + [5, 6, 7] * 5]
     settings = {"max_new_tokens": NEW_TOKENS, "eos_token_id": None}
     alone = SpeculativeDecoder(tiny_target).generate_batch(prompts, **settings)
-    with pytest.warns(
-        UserWarning, match=r"prompt=25 tokens fill the \w+ drafter's context of 16: decoded without drafts"
-    ):
+    with pytest.warns(UserWarning, match=r"prompt=25 tokens fill the \w+ drafter's context of 16: decoded without"):
         outs = SpeculativeDecoder(tiny_target, drafter, draft_length=3).generate_batch(prompts, **settings)
     assert [out.tokens for out in outs] == [out.tokens for out in alone]
     assert [any(record.drafted for record in out.rounds) for out in outs] == [False, True, False]

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import make_llama, noisy_llama, spread
+from conftest import make_llama, mostly_slow, noisy_llama, spread
 from half_precision import require_greedy
 from transformers import LlamaForCausalLM, RepetitionPenaltyLogitsProcessor, StoppingCriteria
 
@@ -65,7 +65,7 @@ class PairsOfTokens(StoppingCriteria):
         return input_ids[0, -2:].tolist() in ([0, 1], [2, 3], [5, 5])
 
 
-@pytest.mark.parametrize("kind", ["dflash", "mtp", "mtp of 3 modules"])
+@pytest.mark.parametrize("kind", mostly_slow(["dflash", "mtp", "mtp of 3 modules"], "dflash", "mtp of 3 modules"))
 def test_the_default_policy_in_ragged_batches(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds with retrieved drafts, with those of the drafter and without any, while texts end: tokens and records."""
     target = make_llama(vocab_size=8, num_hidden_layers=3, initializer_range=0.25).double()
@@ -101,8 +101,10 @@ def records(out: DecodeOutput) -> list[tuple[object, ...]]:
     return [(r.drafted, r.depth, r.accepted, r.committed, [round(v, 9) for v in r.overlap]) for r in out.rounds]
 
 
-@pytest.mark.parametrize("policy", ["chain:draft_length=3", "best-first:size=6,depth=3", "adaptive", None])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("policy", "temperature"),
+    spread(["chain:draft_length=3", "best-first:size=6,depth=3", "adaptive", None], [0.0, 1.0]),
+)
 def test_records_count_what_was_drafted_beside_processors(
     tiny_target: LlamaForCausalLM, policy: str | None, temperature: float
 ) -> None:

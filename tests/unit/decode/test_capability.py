@@ -277,9 +277,7 @@ def test_random_attention_is_refused_by_name() -> None:
     """The comparison reads texts that are too short to notice."""
     sizes = {"hidden_size": 32, "axial_pos_embds_dim": (16, 16), "axial_pos_shape": (8, 16), "attn_layers": ["lsh"]}
     model = ReformerModelWithLMHead(ReformerConfig(vocab_size=64, is_decoder=True, **sizes)).eval()
-    with pytest.raises(
-        ConfigError, match=r"model_type='reformer' cannot verify drafts: .* draws hash buckets at random"
-    ):
+    with pytest.raises(ConfigError, match=r"model_type='reformer' cannot verify drafts: .* draws hash buckets at"):
         SpeculativeDecoder(model)
 
 

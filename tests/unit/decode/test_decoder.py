@@ -111,9 +111,7 @@ def test_other_attention_implementations_are_refused_before_they_run() -> None:
     flex, ran = make_llama(), []
     flex.config._attn_implementation = "flex_attention"
     flex.register_forward_pre_hook(lambda *_: ran.append(1))
-    with pytest.raises(
-        ConfigError, match="attn_implementation='flex_attention'; expected sdpa, eager or flash attention"
-    ):
+    with pytest.raises(ConfigError, match="attn_implementation='flex_attention'; expected sdpa, eager or flash"):
         SpeculativeDecoder(flex)
     assert not ran
 

@@ -32,9 +32,7 @@ def test_tensors_of_another_processor_are_refused_by_name() -> None:
 def test_tensors_that_do_not_fit_the_prompt_are_refused_in_one_line() -> None:
     decoder = SpeculativeDecoder(build("llava"))
     asked = prompt("llava", 0, [7, 8], [20])
-    with pytest.raises(
-        ConfigError, match="model_type='llava' with pixel_values: after the prompt, its forward pass over"
-    ) as error:
+    with pytest.raises(ConfigError, match="model_type='llava' with pixel_values: after the prompt, its") as error:
         decoder.generate(asked.ids[:-3], inputs=asked.inputs)
     assert "\n" not in str(error.value)
     assert len(decoder.generate(asked.ids, inputs=asked.inputs, max_new_tokens=3).tokens) == 3, "later prompts are read"

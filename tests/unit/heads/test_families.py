@@ -223,8 +223,7 @@ def test_the_text_is_the_targets_own(name: str, policy: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "name",
-    mostly_slow(["medusa", "eagle3", "mtp", "peagle", "dflash", "dspark"], "medusa", "eagle3", "peagle", "dspark"),
+    "name", mostly_slow(["medusa", "eagle3", "mtp", "peagle", "dflash", "dspark"], "eagle3", "dspark")
 )
 def test_beside_retrieval(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds in which the drafter is not asked: it catches up on tokens and features, and keeps to its own reach.
