@@ -23,8 +23,8 @@ from fuzz.prompt_files import prompts_cases
 from fuzz.running import Case, Unclean, run
 from fuzz.templates import template_cases
 
-CASES = int(os.environ.get("DRAFTSMITH_FUZZ_CASES", "100"))
-MORE = 42
+CASES = int(os.environ.get("DRAFTSMITH_FUZZ_CASES", "60"))
+MORE = 70
 """Times as many under `make test-slow`."""
 SEED = int(os.environ.get("DRAFTSMITH_FUZZ_SEED", "0"))
 KINDS = {"prompts": (prompts_cases, 0.15), "template": (template_cases, 0.1), "drafter": (drafter_cases, 0.15)}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import spread
 from drawn_tree import ChosenTree, widths_shape
 from targets.outcome import NoisyReference
 from torch import Tensor
@@ -66,8 +67,9 @@ def test_greedy_texts_are_those_of_generate(family: str) -> None:
     assert together(trees, asked) == texts
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "llava"])
-@pytest.mark.parametrize("kind", ["medusa", "eagle3", "early-exit"])
+@pytest.mark.parametrize(
+    ("family", "kind"), spread(["qwen3_vl", "gemma3", "llava"], ["medusa", "eagle3", "early-exit"])
+)
 def test_drafters_on_prompts_with_images(family: str, kind: str) -> None:
     model, asked = build(family, SEED.get(family, 0)), prompts(family)
     options = {"eagle3": {"layers": (1, 1, 2)}}

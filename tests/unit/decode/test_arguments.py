@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import make_llama, spread
+from conftest import make_llama, mostly_slow
 from transformers import BatchEncoding, GenerationConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from draftsmith import SpeculativeDecoder, as_custom_generate, load_drafter
@@ -197,7 +197,8 @@ def in_place(model: LlamaForCausalLM) -> Any:
     return model
 
 
-@pytest.mark.parametrize(("on", "compile_it"), spread([False, True], [as_module, in_place, as_forward]))
+@pytest.mark.parametrize("on", mostly_slow([True, False], True))
+@pytest.mark.parametrize("compile_it", mostly_slow([as_module, as_forward, in_place], in_place))
 def test_a_compiled_target_is_run_as_it_is(
     compile_it: Callable[[LlamaForCausalLM], Any], on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,7 +232,7 @@ DRAFTERS: dict[str, Callable[[Any], Drafter]] = {
 
 
 @pytest.mark.filterwarnings("ignore:the target was compiled")
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("kind", mostly_slow(DRAFTERS, "early exit", "eagle3"))
 def test_a_wrapped_target_has_drafters(kind: str) -> None:
     target: Any = wrapped()
     decoder = fastest_decoder(target, DRAFTERS[kind](target), costs=Costs({1: 1.0, 16: 1.1}, {1: 0.1}))

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import make_llama, spread
 from torch import Tensor
 
 from draftsmith import SpeculativeDecoder
@@ -79,8 +79,7 @@ def make(name: str, target: Any) -> TrainableDrafter:
     return drafter
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(("name", "temperature"), spread(DRAFTERS, [0.0, 0.7]))
 def test_chains_of_known_logits_are_those_of_single_tokens(
     name: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

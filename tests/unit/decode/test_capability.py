@@ -234,6 +234,7 @@ def test_models_that_cannot_continue_a_cache_are_refused() -> None:
 
 def test_a_model_whose_generate_reads_other_inputs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("rwkv")
+    model.config.description = "another `generate`"  # measured here, not taken from another test
     monkeypatch.setattr(
         type(model),
         "prepare_inputs_for_generation",

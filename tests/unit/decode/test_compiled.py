@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from compiled_cases import CASES, PROMPTS, SETTINGS, eagle, target_model
-from conftest import make_llama, mostly_slow
+from conftest import make_llama, mostly_slow, spread
 from torch._dynamo.utils import counters
 from torch._inductor import cpu_vec_isa
 from transformers import (
@@ -145,9 +145,10 @@ WHOLE = {"eos_token_id": None, "temperature": 1.0}
 COSTS = Costs({1: 1.0, 64: 1.1}, {1: 0.01, 64: 0.02})
 
 
-@pytest.mark.parametrize(
-    "policy", ["best-first:size=56,depth=3", "sampled-tree:width=20,depth=3", *mostly_slow(["best-first:size=40"])]
-)
+WIDE = "best-first:size=56,depth=3"
+
+
+@pytest.mark.parametrize("policy", mostly_slow([WIDE, "sampled-tree:width=20,depth=3", "best-first:size=40"], WIDE))
 def test_trees_at_the_end_of_the_storage(untraced: None, policy: str) -> None:
     """The slots of storage are a power of two above the longest text; the nodes of its last drafts have slots too."""
     target = make_llama(num_hidden_layers=1, max_position_embeddings=512).double()
@@ -165,8 +166,9 @@ def sharp(seed: int, factor: float) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("factor", [0.3, 6.0], ids=["flat", "sharp"])
-@pytest.mark.parametrize("policy", ["sampled-tree:width=4,depth=4", "best-first:size=6,depth=6"])
+@pytest.mark.parametrize(
+    ("policy", "factor"), spread(["sampled-tree:width=4,depth=4", "best-first:size=6,depth=6"], [0.3, 6.0])
+)
 def test_trees_have_no_more_nodes_than_they_say(policy: str, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled passes have slots for these; the slots that a drafter has taken are counted after each of its passes."""
     target, drafter, read, verified = sharp(0, factor), DraftModel(sharp(0, factor)), [0], [0]

@@ -87,7 +87,7 @@ def devices(node: fx.Node) -> set[str]:
     return {leaf.device.type for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)}
 
 
-@pytest.mark.parametrize("case", mostly_slow(CASES, "eagle3", "dspark"))
+@pytest.mark.parametrize("case", mostly_slow(CASES, "eagle3"))
 def test_graphs_can_be_recorded(case: str, first_runs: list[First]) -> None:
     target = target_model()
     make, plan = CASES[case]

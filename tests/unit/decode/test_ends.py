@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import make_llama, spread
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.decode.decoder import SpeculativeDecoder
@@ -43,26 +43,25 @@ def ends(kind: str, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     return {"stopping_criteria": [OneOf()], "eos_token_id": None}
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.5])
-@pytest.mark.parametrize(
-    ("kind", "policy"),
-    [
-        ("eos", "chain:draft_length=5"),
-        ("eos", "best-first:size=9,depth=3"),
-        ("stop strings", "chain:draft_length=5"),
-        ("stop strings", "best-first:size=8,depth=4"),
-        ("criteria", "confidence:threshold=0.02,draft_length=5"),
-    ],
-)
+CASES = [
+    ("eos", "chain:draft_length=5"),
+    ("eos", "best-first:size=9,depth=3"),
+    ("stop strings", "chain:draft_length=5"),
+    ("stop strings", "best-first:size=8,depth=4"),
+    ("criteria", "confidence:threshold=0.02,draft_length=5"),
+]
+
+
+@pytest.mark.parametrize(("case", "temperature"), spread(CASES, [0.0, 0.5]), ids=str)
 def test_rounds_are_those_of_the_longer_text_up_to_the_end(
-    kind: str,
-    policy: str,
+    case: tuple[str, str],
     temperature: float,
     drafter: DraftModel,
     tiny_target: LlamaForCausalLM,
     tiny_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     """Alone and in a batch, whose other texts go on."""
+    kind, policy = case
     decoder, inside = SpeculativeDecoder(tiny_target, drafter, policy=policy), 0
     settings = {"max_new_tokens": 32, "temperature": temperature}
     options = ends(kind, tiny_tokenizer)

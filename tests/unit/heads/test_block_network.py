@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import make_llama, spread
 from torch import Tensor
 
 from draftsmith.heads import block_network
@@ -51,8 +51,7 @@ def plain(
     return out
 
 
-@pytest.mark.parametrize("queries", [1, 6, 512])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("queries", "packed"), spread([1, 6, 512], [False, True]))
 def test_blocks_attend_as_single_queries_do(queries: int, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_network, "QUERIES", queries)
     torch.manual_seed(0)

@@ -115,7 +115,7 @@ SHORT = {
 BATCHED = ("draft_model", "medusa", "eagle", "hass", "eagle3", "eagle3, 32 tokens", "mtp", "mtp of 3 modules", "peagle")
 
 
-@pytest.mark.parametrize(("name", "row"), spread([*BATCHED, "dflash", "dspark"], SHORT, 2))
+@pytest.mark.parametrize(("name", "row"), spread([*BATCHED, "dflash", "dspark"], SHORT))
 def test_parts_of_a_batch_add_up(name: str, row: str) -> None:
     """A short and a long text in separate batches give the sums of one padded batch, at every draft position."""
     target = target_model()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import make_llama, spread
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -213,8 +213,7 @@ def test_gradients_of_rows_with_prompts_by_a_kernel_that_reads_no_strides(name: 
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("documents", [1, 2])
-@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize(("window", "documents"), spread([None, 8], [1, 2]))
 def test_memory_is_linear_in_the_length(window: int | None, documents: int) -> None:
     """Count saved elements and the largest tensor, of forward and backward pass, at two lengths."""
     drafter = drafters()["eagle3"].float()

@@ -79,7 +79,7 @@ CASES: dict[str, tuple[str, Callable[[dict[str, Any]], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(CASES, "one layer", "first position"))
+@pytest.mark.parametrize("name", mostly_slow(CASES, "first position"))
 def test_the_right_convention_is_found(name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     """Of a drafter in vLLM's layout, read as it was written and after a change that no reader can see."""
     kind, change, convention = CASES[name]
