@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import YARN, make_llama, spread
+from conftest import YARN, make_llama, make_t5, spread
 from parity.published_files import DRAFTED, HIDDEN, KEPT, PROMPT
 from parity.test_exports import eight_layers, exported, made
 from parity.test_exports import target as target
 from recording import decoded_logits
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith import ConfigError, load_drafter
 from draftsmith.heads.block_network import Visibility
@@ -184,9 +184,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path, target: Lla
 
 
 def test_draft_models_of_another_vocabulary_or_kind_go_to_transformers_alone(tmp_path: Path) -> None:
-    sizes = {"vocab_size": 64, "d_model": 32, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2}
-    torch.manual_seed(0)
-    t5 = T5ForConditionalGeneration(T5Config(**sizes, d_kv=16, decoder_start_token_id=0)).eval()
+    t5 = make_t5(2)
     drafter = made("draft_model", t5)
     with pytest.raises(ConfigError, match="an encoder-decoder model; expected format=transformers"):
         exported(drafter, t5, "vllm", tmp_path / "vllm")

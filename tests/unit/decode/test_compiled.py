@@ -9,19 +9,10 @@ from typing import Any
 import pytest
 import torch
 from compiled_cases import CASES, PROMPTS, SETTINGS, eagle, target_model
-from conftest import make_llama, mostly_slow, spread
+from conftest import make_llama, make_t5, mostly_slow, spread
 from torch._dynamo.utils import counters
 from torch._inductor import cpu_vec_isa
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    MistralConfig,
-    MistralForCausalLM,
-    T5Config,
-)
-from transformers import T5ForConditionalGeneration as T5
+from transformers import BloomConfig, BloomForCausalLM, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.costs import Costs
@@ -318,9 +309,8 @@ def test_passes_are_freed_with_their_model(traced: None) -> None:
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
     with pytest.raises(ConfigError, match="compile=True with an encoder-decoder target"):
-        SpeculativeDecoder(T5(config).eval(), compile=True)
+        SpeculativeDecoder(make_t5(1), compile=True)
     bloom = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=16, n_layer=1, n_head=2)).eval()
     with pytest.raises(ConfigError, match="model_type='bloom': it takes its masks and positions from indices"):
         SpeculativeDecoder(bloom, compile=True)

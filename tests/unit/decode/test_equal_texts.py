@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import T5Config, T5ForConditionalGeneration
+from conftest import make_t5
 
 import draftsmith
 from draftsmith import SpeculativeDecoder
@@ -45,10 +45,7 @@ def test_dataclasses_with_tensors_are_compared_by_identity() -> None:
 @pytest.mark.parametrize("seeds", [[1, 1, 1], [1, 2, 1]], ids=str)
 def test_equal_texts_that_fill_the_drafters_context(seeds: list[int]) -> None:
     """Two equal prompts with equal states of the encoder, beside a text that the drafter still reads."""
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 30}
-    ends: dict[str, Any] = {"decoder_start_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
-    target = T5ForConditionalGeneration(T5Config(**sizes, **ends, dropout_rate=0.0)).eval()
+    target = make_t5(2)
     drafter = DraftModel.from_target(target, num_hidden_layers=1, init="target_layers").eval()
     drafter.context_limit = 4
     sources = [[3, 4, 5], [3, 4, 5], [6, 7]]

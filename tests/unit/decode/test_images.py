@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import make_llama, make_t5
 from torch import Tensor
-from transformers import T5Config, T5ForConditionalGeneration
 from vision_models import build, prompt
 
 from draftsmith import SpeculativeDecoder
@@ -61,10 +60,8 @@ def test_settings_that_do_not_apply_to_images() -> None:
     run_with(model, "copied")
     with pytest.raises(ConfigError, match="inputs with a target that reads tokens again in each round"):
         decoder.generate(ASKED.ids, inputs=ASKED.inputs)
-    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "num_heads": 2, "d_ff": 16, "num_layers": 1}
-    t5 = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
     with pytest.raises(ConfigError, match="inputs with an encoder-decoder target; expected prompts without images"):
-        SpeculativeDecoder(t5).generate([3, 4], inputs=ASKED.inputs)
+        SpeculativeDecoder(make_t5(1)).generate([3, 4], inputs=ASKED.inputs)
 
 
 def test_whole_output_of_a_processor_in_another_dtype() -> None:

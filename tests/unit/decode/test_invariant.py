@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import make_llama, make_t5
 from recurrent_models import build
 from torch import Tensor
 from transformers import (
@@ -14,8 +14,6 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedModel,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 from draftsmith import SpeculativeDecoder
@@ -111,17 +109,13 @@ def experts() -> MixtralForCausalLM:
     return MixtralForCausalLM(MixtralConfig(**sizes)).eval()
 
 
-def encoder_decoder() -> T5ForConditionalGeneration:
-    return T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2))
-
-
 @pytest.mark.parametrize(
     ("target", "changes", "message"),
     [
         (make_llama, {"compile": True}, "with compile=True"),
         (make_llama, {"policy": "best-first:size=4,depth=2"}, "policy=best-first:size=4,depth=2 has branches"),
         (experts, {}, "experts"),
-        (encoder_decoder, {}, "model_type='t5'; expected a decoder-only target"),
+        (lambda: make_t5(1), {}, "model_type='t5'; expected a decoder-only target"),
         (lambda: build("mamba"), {}, "model_type='mamba'; expected a decoder-only target"),
     ],
 )

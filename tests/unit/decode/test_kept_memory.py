@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import make_llama, make_t5
 from gpu.families import PROMPTS, make_drafter, target_model
 from recurrent_models import build, noisy
-from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers import PreTrainedModel
 
 from draftsmith import SpeculativeDecoder
 from draftsmith.decode.cache.rollback import RollbackLayer
@@ -96,9 +96,7 @@ def test_states_of_recurrent_layers_are_not_kept(family: str, alive: Alive) -> N
 
 
 def test_keys_of_an_encoder_are_not_kept(alive: Alive) -> None:
-    sizes = {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    target, model = (T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval() for _ in range(2))
-    decoder = SpeculativeDecoder(target, DraftModel(model), draft_length=2)
+    decoder = SpeculativeDecoder(make_t5(2), DraftModel(make_t5(2)), draft_length=2)
     decoder.generate_batch(PROMPTS, **SETTINGS)
     assert alive() == []
 

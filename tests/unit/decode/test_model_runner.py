@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from conftest import make_t5
 from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
-    T5Config,
     T5ForConditionalGeneration,
 )
 
@@ -96,9 +96,7 @@ def test_rows_of_different_length_do_not_see_one_another(tiny_target: LlamaForCa
 
 
 def t5() -> T5ForConditionalGeneration:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).double().eval()
+    model = make_t5(1).double()
     for parameter in model.parameters():
         parameter.data += 0.5 * torch.randn_like(parameter)
     return model

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_llama, mostly_slow
+from conftest import make_llama, make_t5, mostly_slow
 from half_precision import require_greedy
 from recording import Planned, decoded_logits, planned_rounds
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith import SpeculativeDecoder, load_drafter
 from draftsmith.distill.objective import Objective
@@ -371,9 +371,7 @@ def test_half_precision(name: str) -> None:
 
 def test_heads_of_an_encoder_decoder_target() -> None:
     """They read the decoder's state; drafters that read features of layers are refused."""
-    torch.manual_seed(0)
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 4, "num_heads": 4, "relative_attention_num_buckets": 8}
-    target = T5ForConditionalGeneration(T5Config(vocab_size=64, **sizes, decoder_start_token_id=0)).eval()
+    target = make_t5(4)
     drafter = HEADS["medusa"].from_target(target).eval()
     for prompt in PROMPTS:
         out = SpeculativeDecoder(target, drafter, draft_length=3).generate(prompt, max_new_tokens=20, eos_token_id=None)

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import make_llama, make_t5
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers import AttentionInterface, PreTrainedModel
 from unit.heads.test_packing import LEAKING, PACKABLE, small
 
 from draftsmith.distill.teacher import Batch, OnlineTeacher, measure_flat_rows
@@ -129,10 +129,8 @@ def test_padding_and_other_documents_cost_nothing() -> None:
 
 def test_models_that_read_rows() -> None:
     """Soft caps, position biases, recurrent layers, encoders; and attention that does not do what it should."""
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    t5 = T5ForConditionalGeneration(T5Config(vocab_size=64, **sizes, decoder_start_token_id=0))
     others = [small(kind, LEAKING[kind]) for kind in ("bloom", "recurrent_gemma")]
-    for model in (t5, small("gemma2", PACKABLE["gemma2"]), *others):
+    for model in (make_t5(2), small("gemma2", PACKABLE["gemma2"]), *others):
         before = model.training
         measure_flat_rows(model)
         assert flat_rows(model, torch.tensor([[1] * 200, [1] + [0] * 199]), None) is None

@@ -3,16 +3,8 @@
 from copy import deepcopy
 
 import pytest
-from transformers import (
-    AutoConfig,
-    Gemma3TextConfig,
-    GPT2Config,
-    LlamaConfig,
-    PreTrainedConfig,
-    Qwen3Config,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from conftest import make_t5
+from transformers import AutoConfig, Gemma3TextConfig, GPT2Config, LlamaConfig, PreTrainedConfig, Qwen3Config, T5Config
 
 from draftsmith.errors import ConfigError
 from draftsmith.heads.model_config import context_limit, start_token, with_older_names
@@ -74,9 +66,8 @@ def test_scaled_rotation_reads_its_factor_times_the_original_positions(config: P
 
 
 def test_the_generation_config_names_the_start_token_first() -> None:
-    sizes = {"vocab_size": 8, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
-    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=3))
-    assert start_token(model) == 3
+    model = make_t5(1)
+    assert start_token(model) == 0
     model.generation_config.decoder_start_token_id = 5
     assert start_token(model) == 5
     model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = None

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import spread
+from conftest import make_t5, spread
 from datasets import Dataset
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from unit.heads.test_families import FAMILIES, make, target_model
 
 from draftsmith.distill.objective import AgreementSums, Objective
@@ -301,8 +301,7 @@ def test_targets_that_do_not_are_refused(kind: str) -> None:
 
 
 def test_encoder_decoders_are_refused() -> None:
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    model = T5ForConditionalGeneration(T5Config(vocab_size=64, **sizes, decoder_start_token_id=0))
+    model = make_t5(2)
     with pytest.raises(ConfigError, match=r"model_type='t5', an encoder-decoder; expected data\.pack=false"):
         require_packable(model)
     ids_BT = torch.ones(1, 4, dtype=torch.long)
