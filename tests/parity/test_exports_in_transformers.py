@@ -68,12 +68,6 @@ def test_a_head_is_a_custom_generate(kind: str, tmp_path: Path, target: LlamaFor
     assert [place for place, _ in target._draftsmith_drafters] == [str(out)]
 
 
-def test_nothing_runs_untrusted(tmp_path: Path, target: LlamaForCausalLM) -> None:
-    out = exported(made("medusa", target), target, "transformers", tmp_path / "out").folder
-    with pytest.raises(ValueError, match="trust_remote_code=True"):
-        written(target, custom_generate=str(out), trust_remote_code=False)
-
-
 def test_each_repository_brings_its_own_drafter(
     tmp_path: Path, target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,16 +52,6 @@ def test_a_cast_target_is_the_same_target(
         load_drafter(folder, target(loaded, change=1.01))
 
 
-def test_a_draft_model_in_bfloat16_reads_distant_positions_like_the_target(tmp_path: Path) -> None:
-    make_llama(max_position_embeddings=2048).bfloat16().save_pretrained(tmp_path)
-    target = LlamaForCausalLM.from_pretrained(tmp_path, dtype=BFLOAT16)
-    drafter = load_drafter(tmp_path, target)
-    assert isinstance(drafter, DraftModel)
-    ids_1T = torch.randint(2, 64, (1, 2000), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        assert torch.equal(drafter.model(ids_1T).logits, target(ids_1T).logits)
-
-
 def test_misfits_are_refused(
     tmp_path: Path, tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast
 ) -> None:

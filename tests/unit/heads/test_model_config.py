@@ -19,49 +19,27 @@ def scaled(kind: str, factor: float = 4.0) -> dict:
     return {"rope_type": kind, "rope_theta": 1e4, "factor": factor}
 
 
-@pytest.mark.parametrize(
-    ("config", "limit"),
-    [(LlamaConfig(max_position_embeddings=48), 48), (GPT2Config(n_positions=32), 32), (T5Config(n_positions=16), None)],
-    ids=["llama", "gpt2", "t5"],
-)
-def test_the_context_limit_is_the_number_of_positions(config: PreTrainedConfig, limit: int | None) -> None:
-    assert context_limit(config) == limit
+BY_LAYER = {"full_attention": yarn(), "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+LIMITS: dict[str, tuple[PreTrainedConfig, int | None]] = {
+    "llama": (LlamaConfig(max_position_embeddings=48), 48),
+    "gpt2": (GPT2Config(n_positions=32), 32),
+    "t5": (T5Config(n_positions=16), None),
+    # Scaled rotation reads its factor times the original positions; Qwen advises to add YaRN to config.json, where
+    # `max_position_embeddings` stays as it is.
+    "as the original": (Qwen3Config(max_position_embeddings=64, rope_parameters=yarn()), 256),
+    "a little more": (Qwen3Config(max_position_embeddings=80, rope_parameters=yarn()), 256),
+    "all of it": (Qwen3Config(max_position_embeddings=300, rope_parameters=yarn()), 300),
+    "linear": (Qwen3Config(max_position_embeddings=64, rope_parameters={**yarn(), "rope_type": "linear"}), 256),
+    "no original": (LlamaConfig(max_position_embeddings=64, rope_parameters=scaled("linear")), 256),
+    "dynamic": (LlamaConfig(max_position_embeddings=64, rope_parameters=scaled("dynamic")), 256),
+    "no type": (LlamaConfig(max_position_embeddings=64, rope_parameters=scaled("default")), 64),
+    "by type of layer": (Gemma3TextConfig(max_position_embeddings=64, rope_parameters=BY_LAYER), 256),
+}
 
 
-@pytest.mark.parametrize(
-    ("config", "limit"),
-    [
-        (Qwen3Config(max_position_embeddings=64, rope_parameters=yarn()), 256),
-        (Qwen3Config(max_position_embeddings=80, rope_parameters=yarn()), 256),
-        (Qwen3Config(max_position_embeddings=300, rope_parameters=yarn()), 300),
-        (Qwen3Config(max_position_embeddings=64, rope_parameters={**yarn(), "rope_type": "linear"}), 256),
-        (LlamaConfig(max_position_embeddings=64, rope_parameters=scaled("linear")), 256),
-        (LlamaConfig(max_position_embeddings=64, rope_parameters=scaled("dynamic")), 256),
-        (LlamaConfig(max_position_embeddings=64, rope_parameters=scaled("default")), 64),
-        (
-            Gemma3TextConfig(
-                max_position_embeddings=64,
-                rope_parameters={
-                    "full_attention": yarn(),
-                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-                },
-            ),
-            256,
-        ),
-    ],
-    ids=[
-        "as the original",
-        "a little more",
-        "all of it",
-        "linear",
-        "no original",
-        "dynamic",
-        "no type",
-        "by type of layer",
-    ],
-)
-def test_scaled_rotation_reads_its_factor_times_the_original_positions(config: PreTrainedConfig, limit: int) -> None:
-    """Qwen advises to add YaRN to config.json, where `max_position_embeddings` stays as it is."""
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_context_limit_is_the_number_of_positions(name: str) -> None:
+    config, limit = LIMITS[name]
     assert context_limit(config) == limit
 
 
