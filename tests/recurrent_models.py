@@ -25,14 +25,8 @@ MAMBA_2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 2, "mamba_d_
 PURE = {"hidden_size": 32, "state_size": 8, "num_hidden_layers": 2, "initializer_range": 0.25}
 STATES, FULL = "linear_attention", "full_attention"
 KDA = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "kv_lora_rank": 8}
-KDA |= {
-    "num_key_value_heads": 4,
-    "q_lora_rank": None,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "num_hidden_layers": 3,
-}
+KDA |= {"num_key_value_heads": 4, "q_lora_rank": None, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+KDA |= {"num_hidden_layers": 3}
 NO_LIMIT = {"time_step_min": 1e-12}
 """transformers applies a lower limit to steps of several tokens only, so that its `generate` differs from its forward
 pass where the limit is reached."""

@@ -125,15 +125,8 @@ class Workshop:
         output = self.place / name
         data = {"prompts": "embedded", "count": 64, "prompt_tokens": 32, "response_tokens": 64}
         train = {"steps": STEPS, "batch_size": 16, "draft_length": LENGTH, "evaluate_every": STEPS}
-        recipe = {
-            "name": name,
-            "output": str(output),
-            "target": {"model": str(self.target)},
-            "drafter": DRAFTERS[name],
-            "data": data,
-            "train": train,
-            "evaluation": {"count": 2, "max_new_tokens": 16},
-        }
+        recipe = {"name": name, "output": str(output), "target": {"model": str(self.target)}, "drafter": DRAFTERS[name]}
+        recipe |= {"data": data, "train": train, "evaluation": {"count": 2, "max_new_tokens": 16}}
         file = self.place / f"{name}.yaml"
         file.write_text(yaml.safe_dump(recipe))
         draftsmith("train", file)

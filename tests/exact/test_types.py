@@ -20,15 +20,9 @@ def drawn(parents: list[int]) -> Draft:
 
 
 CHAIN, TREE = drawn([ROOT, 0]), drawn([ROOT, ROOT, 0])
-CHOSEN = {
-    "chosen chain": Draft.chain([2, 3]),
-    "chosen tree": Draft((2, 3), (ROOT, ROOT)),
-    "pruned chain": CHAIN.keep([0]),
-    "whole chain, kept": CHAIN.keep([0, 1]),
-    "pruned tree": TREE.keep([0, 2]),
-    "re-sorted tree": TREE.keep([1, 0, 2]),
-    "whole tree, kept": TREE.keep([0, 1, 2]),
-}
+CHOSEN = {"chosen chain": Draft.chain([2, 3]), "chosen tree": Draft((2, 3), (ROOT, ROOT))}
+CHOSEN |= {"pruned chain": CHAIN.keep([0]), "whole chain, kept": CHAIN.keep([0, 1]), "pruned tree": TREE.keep([0, 2])}
+CHOSEN |= {"re-sorted tree": TREE.keep([1, 0, 2]), "whole tree, kept": TREE.keep([0, 1, 2])}
 
 
 def require_refusal(rule: str, draft: Draft, kind: str) -> None:

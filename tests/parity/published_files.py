@@ -176,17 +176,12 @@ def random_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> Tensors
 
 def layer_shapes(width: int = HIDDEN, layer: int = 0) -> dict[str, tuple[int, ...]]:
     inner, outer = HEADS * HEAD, KV_HEADS * HEAD
-    shapes: dict[str, tuple[int, ...]] = {
-        "layers.0.input_layernorm.weight": (HIDDEN,),
-        "layers.0.post_attention_layernorm.weight": (HIDDEN,),
-        "layers.0.self_attn.q_proj.weight": (inner, width),
-        "layers.0.self_attn.k_proj.weight": (outer, width),
-        "layers.0.self_attn.v_proj.weight": (outer, width),
-        "layers.0.self_attn.o_proj.weight": (HIDDEN, inner),
-        "layers.0.mlp.gate_proj.weight": (INNER, HIDDEN),
-        "layers.0.mlp.up_proj.weight": (INNER, HIDDEN),
-        "layers.0.mlp.down_proj.weight": (HIDDEN, INNER),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"layers.0.input_layernorm.weight": (HIDDEN,)}
+    shapes |= {"layers.0.post_attention_layernorm.weight": (HIDDEN,)}
+    shapes |= {"layers.0.self_attn.q_proj.weight": (inner, width), "layers.0.self_attn.k_proj.weight": (outer, width)}
+    shapes |= {"layers.0.self_attn.v_proj.weight": (outer, width), "layers.0.self_attn.o_proj.weight": (HIDDEN, inner)}
+    shapes |= {"layers.0.mlp.gate_proj.weight": (INNER, HIDDEN), "layers.0.mlp.up_proj.weight": (INNER, HIDDEN)}
+    shapes |= {"layers.0.mlp.down_proj.weight": (HIDDEN, INNER)}
     return {name.replace(".0.", f".{layer}."): shape for name, shape in shapes.items()}
 
 

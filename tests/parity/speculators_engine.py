@@ -110,13 +110,8 @@ def dflash2(model: Any, ids_T: Tensor, hidden_TF: Tensor, at: int, steps: int) -
     return {"logits": logits_1bV[0, 1 : 1 + steps]}
 
 
-KINDS: dict[str, Callable[..., dict[str, Tensor]]] = {
-    "eagle3": eagle3,
-    "peagle": peagle,
-    "dflash": dflash,
-    "dflash2": dflash2,
-    "dspark": dflash,
-}
+KINDS: dict[str, Callable[..., dict[str, Tensor]]] = {"eagle3": eagle3, "peagle": peagle, "dflash": dflash}
+KINDS |= {"dflash2": dflash2, "dspark": dflash}
 
 
 @torch.no_grad()

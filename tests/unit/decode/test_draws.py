@@ -67,15 +67,9 @@ class Forbidding(LogitsProcessor):
 
 
 READING = (RepetitionPenaltyLogitsProcessor(1.4), NoRepeatNGramLogitsProcessor(2))
-SETTINGS = {
-    "greedy": (Sampling(0.0), ()),
-    "sampled": (Sampling(1.0), ()),
-    "top-k": (Sampling(1.0, top_k=2), ()),
-    "reads the text": (Sampling(0.8), READING),
-    "greedy, reads the text": (Sampling(0.0), READING),
-    "forbids": (Sampling(1.0), (Forbidding(),)),
-    "greedy, forbids": (Sampling(0.0), (Forbidding(),)),
-}
+SETTINGS = {"greedy": (Sampling(0.0), ()), "sampled": (Sampling(1.0), ()), "top-k": (Sampling(1.0, top_k=2), ())}
+SETTINGS |= {"reads the text": (Sampling(0.8), READING), "greedy, reads the text": (Sampling(0.0), READING)}
+SETTINGS |= {"forbids": (Sampling(1.0), (Forbidding(),)), "greedy, forbids": (Sampling(0.0), (Forbidding(),))}
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -222,12 +222,8 @@ def test_chains_beside_retrieved_drafts_are_read_once() -> None:
     assert len(reads) == rounds + 1, str(reads)
 
 
-READS_OF_A_LEVEL: dict[str, tuple[int, int]] = {
-    "adaptive": (1, 2),
-    "confidence": (1, 2),
-    "best-first": (1, 1),
-    "sampled-tree": (1, 1),
-}
+READS_OF_A_LEVEL: dict[str, tuple[int, int]] = {"adaptive": (1, 2), "confidence": (1, 2), "best-first": (1, 1)}
+READS_OF_A_LEVEL |= {"sampled-tree": (1, 1)}
 """Reads of a level of the drafts of all texts, greedy and sampled: what policies decide by, and what they drew."""
 
 

@@ -177,19 +177,9 @@ def test_few_anchors_are_drawn_where_something_stands_before_them() -> None:
             assert torch.equal(documents_X[entry.places_N[kept_N]], documents_X[first.places_N[kept_N]])
 
 
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 16,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
+SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+SMALL |= {"num_key_value_heads": 2, "max_position_embeddings": 16, "initializer_range": 0.2, "bos_token_id": 1}
+SMALL |= {"eos_token_id": 1, "pad_token_id": 0}
 PACKABLE: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {"head_dim": 8, "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},

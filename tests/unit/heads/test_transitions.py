@@ -40,12 +40,8 @@ def test_training_divides_among_candidates_what_the_states_give_them() -> None:
 def test_the_states_that_give_a_lattice_its_candidates_are_trained_too() -> None:
     """The loss is forward KL of the logits of the walk and that of the logits without transitions."""
     target = make_llama(num_hidden_layers=4).double().requires_grad_(False)
-    options: dict[str, Any] = {
-        "lilicorr_candidate_topk": 4,
-        "lilicorr_hidden_size": 8,
-        "lilicorr_num_heads": 2,
-        "lilicorr_factor_dim": 4,
-    }
+    options: dict[str, Any] = {"lilicorr_candidate_topk": 4, "lilicorr_hidden_size": 8, "lilicorr_num_heads": 2}
+    options |= {"lilicorr_factor_dim": 4}
     torch.manual_seed(0)
     drafter = DFlash.from_target(target, block_size=4, **options).double()
     ids_BT = torch.randint(64, (2, 12))
