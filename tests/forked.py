@@ -23,6 +23,12 @@ HANGS = 120.0
 """Seconds after which a run is made to print its stack and is ended."""
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 class Server:
     """The process that has everything imported. It forks a run, or waits for one, for each line that it is sent."""
 
@@ -65,10 +71,8 @@ class Processes:
 
         Without `estimate`, runs do not estimate their memory, which takes longer than training on a tiny target.
         """
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(processes), **environment}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        shared = {**address, "WORLD_SIZE": str(processes), **environment}
         asked = {"arguments": arguments, "log": str(log), "traps": traps or {}, "program": program}
         asked["estimate"] = estimate
         started = []

@@ -1,4 +1,4 @@
-"""A tokenizer of 64 pieces as sentencepiece makes them: a word's space is part of it, and rare characters are bytes."""
+"""Tokenizers of bytes, and of 64 pieces as sentencepiece makes them: a word's space is part of it."""
 
 from string import ascii_lowercase
 
@@ -25,3 +25,11 @@ def make_piece_tokenizer(*, metaspace: bool, fallback: bytes = BYTES) -> PreTrai
         steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(steps)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>")
+
+
+def make_byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of one token for each byte, and </s>."""
+    letters = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", clean_up_tokenization_spaces=False)

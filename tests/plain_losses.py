@@ -1,6 +1,7 @@
 """The formulas of the objectives in plain products, and random inputs for them."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,3 +57,10 @@ def shifted(states_BTD: Tensor, head: nn.Module, by: int, **options: Any) -> Dra
     """Return states at all positions t, each trained towards t + by."""
     count, length, _ = states_BTD.shape
     return DraftStates.in_rows(states_BTD, (torch.arange(length) + by).expand(count, -1), length, head, **options)
+
+
+def require_equal(ours: Tensor, plain: Tensor, leaves: Sequence[Tensor]) -> None:
+    """Compare a loss, which is summed in float32, and its gradients, which are in float64, with the plain formula's."""
+    torch.testing.assert_close(ours.double(), plain, rtol=1e-6, atol=1e-6)
+    for mine, own in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(plain, leaves), strict=True):
+        torch.testing.assert_close(mine, own, rtol=1e-8, atol=1e-12)

@@ -18,7 +18,8 @@ from typing import Any
 import httpx
 import pytest
 from engines.workshop import COUNT, TOKENS, Pair, Workshop, draftsmith
-from transformers_server import free_port, running
+from forked import free_port
+from transformers_server import running
 
 from draftsmith.distill.embedded import embedded_target
 from draftsmith.distill.load_target import load_target

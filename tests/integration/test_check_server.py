@@ -128,11 +128,8 @@ def test_a_server_with_a_lossy_option_is_told(folder: Path, capsys: pytest.Captu
     [
         ({"names": ["one", "two"]}, [], "--model is missing, and the server has one, two; expected one of them"),
         ({"names": []}, [], "--model is missing, and the server lists no model"),
-        ({}, ["--model", "/models/tiny"], "does not serve /models/tiny; expected one of tiny"),
         ({"fault": lambda number, body: "beyond" if number > 4 else None}, [], "tokens beyond the tokenizer's 64"),
         ({"fault": lambda number, body: "page"}, [], "server refuses every form of a request"),
-        ({}, ["--drafter", "suffix"], "expected one of the two"),
-        ({}, ["--gamma", 3], "--gamma with --server; expected it at the server's start"),
         ({}, ["--baseline", "http://127.0.0.1:9"], "expected a running server"),
     ],
 )

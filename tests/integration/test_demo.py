@@ -13,8 +13,8 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
-
-from draftsmith.cli import main
+from commands import printed
+from forked import free_port
 
 pytestmark = pytest.mark.slow
 WAITS = 120
@@ -25,9 +25,7 @@ WAITS = 120
 def page(tiny_target_folder: Path) -> Iterator[str]:
     """The address of a demo of the tiny target, which drafts for itself."""
     pytest.importorskip("gradio")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     program = "import sys; from draftsmith.cli import main; main(sys.argv[1:])"
     command = [sys.executable, "-c", program, "demo", "--target", str(tiny_target_folder), "--port", str(port)]
     command += ["--drafter", f"self={tiny_target_folder}"]
@@ -102,8 +100,5 @@ def test_a_port_in_use_is_refused(tiny_target_folder: Path, capsys: pytest.Captu
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        call = ["demo", "--target", str(tiny_target_folder), "--drafter", "suffix", "--port", str(port)]
-        with pytest.raises(SystemExit) as stop:
-            main(call)
-    assert stop.value.code == 2
-    assert f"port={port}: " in capsys.readouterr().err
+        code, _, err = printed(capsys, "demo", "--target", tiny_target_folder, "--drafter", "suffix", "--port", port)
+    assert (code, f"port={port}: " in err) == (2, True)

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from commands import write_prompts, write_rows
 from conftest import LETTERS, make_llama, mostly_slow
-from forked import Processes, Server
+from forked import Processes, Server, free_port
+from run_results import as_if_killed, metrics_of
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
@@ -61,8 +62,7 @@ class Runs:
         """A copy of a run, as if killed after the checkpoint before the last."""
         self.require(name)
         shutil.copytree(self.place / name, self.place / copy)
-        (self.place / copy / "finished.json").unlink()
-        shutil.rmtree(self.place / copy / "checkpoints" / "step-000006")
+        as_if_killed(self.place / copy, 3)
         return copy
 
     def log(self, name: str) -> Path:
@@ -72,8 +72,7 @@ class Runs:
         return self.log(name).read_text()[-4000:]
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        clock = ("seconds", "seconds_by_part", "tokens_per_second", "memory_bytes")
-        return [{k: v for k, v in row.items() if k not in clock} for row in read_metrics(self.place / name)]
+        return metrics_of(self.place / name)
 
     def weights(self, name: str) -> dict[str, torch.Tensor]:
         return load_file(self.last(name) / "model.safetensors")
@@ -121,8 +120,8 @@ def runs(place: Path, processes: Processes, tiny_tokenizer: PreTrainedTokenizerF
         return made
     make_llama(num_hidden_layers=4).save_pretrained(place / "target")
     tiny_tokenizer.save_pretrained(place / "target")
-    prompts = [{"prompt": LETTERS[i % 26 :][:4] + LETTERS[(3 * i + i // 26) % 26]} for i in range(40)]
-    (place / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    prompts = (LETTERS[i % 26 :][:4] + LETTERS[(3 * i + i // 26) % 26] for i in range(40))
+    write_prompts(place / "prompts.jsonl", *prompts)
     data = {"prompts": str(place / "prompts.jsonl"), "prompt_tokens": 16, "response_tokens": 16, "count": 29}
     data["validation"] = 5  # read 2 at a time: two processes have 2 and 2, then 1 and none
     train = {"steps": 6, "batch_size": 8, "gradient_accumulation": 2, "learning_rate": 3e-3, "mixed_precision": "no"}
@@ -140,12 +139,13 @@ def runs(place: Path, processes: Processes, tiny_tokenizer: PreTrainedTokenizerF
     return made
 
 
-@pytest.mark.parametrize("engine", mostly_slow(SEVERAL, "ddp", "fsdp2", "zero3"))
+@pytest.mark.parametrize("engine", mostly_slow(SEVERAL, "fsdp2"))
 def test_all_engines_train_the_same_drafter(engine: str, runs: Runs) -> None:
     runs.require_same(engine, "one")
 
 
-@pytest.mark.parametrize("engine", mostly_slow(["fsdp2", "zero2", "zero3"], "fsdp2", "zero3"))
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["fsdp2", "zero2", "zero3"])
 def test_an_engine_continues_bit_by_bit(engine: str, runs: Runs) -> None:
     again = runs.copied(engine, f"{engine}-again")
     runs.run(again, engine)
@@ -156,15 +156,8 @@ def test_an_engine_continues_bit_by_bit(engine: str, runs: Runs) -> None:
     assert drafters[0] == drafters[1]
 
 
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [
-        pytest.param("fsdp2", "one", marks=pytest.mark.slow),
-        pytest.param("zero3", "fsdp2", marks=pytest.mark.slow),
-        ("one", "zero3"),
-        pytest.param("ddp", "zero2", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [("fsdp2", "one"), ("zero3", "fsdp2"), ("one", "zero3"), ("ddp", "zero2")])
 def test_another_engine_and_world_size_may_continue(first: str, then: str, runs: Runs) -> None:
     changed = runs.copied(first, f"{first}-{then}")
     runs.run(changed, then)
@@ -172,11 +165,13 @@ def test_another_engine_and_world_size_may_continue(first: str, then: str, runs:
     runs.require_same(changed, "one")
 
 
+@pytest.mark.slow
 def test_a_sharded_target_gives_the_same_numbers(runs: Runs) -> None:
     runs.run("zero3-sharded", "zero3", "target.sharded=true")
     runs.require_same("zero3-sharded", "one")
 
 
+@pytest.mark.slow
 def test_a_sharded_target_answers_and_fills_caches(runs: Runs) -> None:
     """Processes with unequal shares: 21 questions in batches of 5, and shards of 5 rows."""
     data = ("data.count=21", "data.batch_size=5", "train.seed=3")
@@ -187,12 +182,14 @@ def test_a_sharded_target_answers_and_fills_caches(runs: Runs) -> None:
     runs.require_same("sharded-target", "whole-target")
 
 
-@pytest.mark.parametrize("engine", mostly_slow(["ddp", "fsdp2", "zero3"], "ddp"))
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
 def test_processes_that_share_texts_give_the_same_numbers(engine: str, runs: Runs) -> None:
     runs.run(f"{engine}-texts", engine, "train.sequence_parallel=2")
     runs.require_same(f"{engine}-texts", "one")
 
 
+@pytest.mark.slow
 def test_processes_that_share_packed_texts_train_blocks_at_the_same_anchors(runs: Runs) -> None:
     """Of accumulation steps too, and in the validation."""
     blocks = ("drafter.type=dflash", "drafter.anchors=3", "data.pack=true")
@@ -201,11 +198,12 @@ def test_processes_that_share_packed_texts_train_blocks_at_the_same_anchors(runs
     runs.require_same("ddp-blocks", "blocks")
 
 
-@pytest.mark.parametrize("engine", mostly_slow(SEVERAL, "zero3"))
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", SEVERAL)
 def test_a_process_may_have_a_row_that_is_shorter_than_the_draft(engine: str, runs: Runs) -> None:
     """Rows of two tokens, each of them alone in its part of a batch where there are two processes."""
     texts = ["ab", "cd", *(LETTERS[start : start + 12] for start in range(8))]
-    (runs.place / "short.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_rows(runs.place / "short.jsonl", ({"text": text} for text in texts))
     prompts = (f"data.prompts={runs.place / 'short.jsonl'}", f"evaluation.prompts={runs.place / 'short.jsonl'}")
     short = ("data.response=text", "data.prompt_tokens=1", "train.batch_size=4", "objective.kind=lk_lambda", *prompts)
     if not (runs.place / "short").exists():
@@ -214,6 +212,7 @@ def test_a_process_may_have_a_row_that_is_shorter_than_the_draft(engine: str, ru
     runs.require_same(f"short-{engine}", "short")
 
 
+@pytest.mark.slow
 def test_muon_gathers_what_fsdp2_shards(runs: Runs) -> None:
     muon = ("train.optimizer=muon",)
     runs.run("muon", "one", *muon)
@@ -221,13 +220,15 @@ def test_muon_gathers_what_fsdp2_shards(runs: Runs) -> None:
     runs.require_same("muon-fsdp2", "muon")
 
 
+@pytest.mark.slow
 def test_two_processes_agree_on_an_early_end(runs: Runs) -> None:
     runs.run("still", "ddp", "train.learning_rate=1e-9", "train.patience=1")
     assert runs.rows("still")[-1]["ending"]["last_step"] == 3
     assert json.loads((runs.place / "still" / "finished.json").read_text())["steps"] == 3
 
 
-@pytest.mark.parametrize("engine", mostly_slow(["fsdp2", "zero3"], "zero3"))
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
 def test_a_signal_to_one_process_stops_all_after_one_step(engine: str, runs: Runs) -> None:
     name = f"{engine}-signal"
     started = runs.start(name, engine, "train.steps=2000", "train.evaluate_every=2000")
@@ -240,7 +241,8 @@ def test_a_signal_to_one_process_stops_all_after_one_step(engine: str, runs: Run
     assert (runs.place / name / "checkpoints" / f"step-{last:06d}").is_dir()
 
 
-@pytest.mark.parametrize("engine", mostly_slow(["zero2", "zero3"], "zero3"))
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["zero2", "zero3"])
 def test_a_loss_that_is_no_number_changes_no_weight(engine: str, runs: Runs) -> None:
     """Steps of 1e30 blow the weights up, and the next loss is none; what is kept is the state before that step."""
     name = f"{engine}-none"
@@ -256,12 +258,9 @@ def test_a_loss_that_is_no_number_changes_no_weight(engine: str, runs: Runs) -> 
 def test_shipped_launch_configs_start_a_run(config: str, runs: Runs) -> None:
     """Through `accelerate launch` itself; those for GPUs on two processes of this CPU."""
     file = Path(__file__).parents[2] / "recipes" / "accelerate" / f"{config}.yaml"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     name = f"launched-{config}"
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), "--num_processes", "2"]
-    launch += ["--main_process_port", port, "-m", "draftsmith.train", str(runs.place / "recipe.yaml")]
+    launch += ["--main_process_port", str(free_port()), "-m", "draftsmith.train", str(runs.place / "recipe.yaml")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DRAFTSMITH_CACHE": str(runs.place / "cache")}
     result = subprocess.run([*launch, f"output={runs.place / name}"], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -284,10 +283,7 @@ def test_a_slurm_job_on_two_machines_trains_the_same_drafter(runs: Runs) -> None
     for name, body in commands.items():
         (tools / name).write_text(f"#!/bin/bash\n{body}\n")
         (tools / name).chmod(0o755)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    job = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "PROCESSES": "1", "PORT": port}
+    job = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2", "PROCESSES": "1", "PORT": str(free_port())}
     environment = {**os.environ, **job, "OMP_NUM_THREADS": "1", "DRAFTSMITH_CACHE": str(runs.place / "cache")}
     environment["PATH"] = f"{tools}:{environment['PATH']}"
     command = ["bash", "recipes/accelerate/slurm.sh", "cpu_2", str(runs.place / "recipe.yaml")]

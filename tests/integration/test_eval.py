@@ -8,15 +8,11 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from commands import run, write_prompts
-from conftest import make_t5
+from commands import run, write_prompts, write_rows
+from conftest import make_t5, mostly_slow
 from forked import Processes, Server
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from draftsmith.decode.passes import graphs
 from draftsmith.eval.journal import Cell, Journal, checked
@@ -24,10 +20,8 @@ from draftsmith.eval.journal import Cell, Journal, checked
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
-    file = tmp_path / "prompts.jsonl"
     rows = [{"prompt": "abcd"}, {"turns": ["hello", "again"], "category": "chat", "question_id": 81}, {"prompt": "xyz"}]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return write_rows(tmp_path / "prompts.jsonl", rows)
 
 
 STAGES = [
@@ -46,15 +40,8 @@ def test_a_whole_evaluation(
     tmp_path: Path, tiny_target_folder: Path, medusa_folder: Path, prompts: Path, capsys: pytest.CaptureFixture
 ) -> None:
     out = tmp_path / "out"
-    call = [
-        "eval",
-        "--target",
-        tiny_target_folder,
-        "--drafter",
-        medusa_folder,
-        "--drafter",
-        f"self={tiny_target_folder}",
-    ]
+    target = tiny_target_folder
+    call = ["eval", "--target", target, "--drafter", medusa_folder, "--drafter", f"self={target}"]
     call += ["--prompts", prompts, "--chat-template", "plain", "--max-new-tokens", 20, "--repeats", 2, "--out", out]
     assert run(*call) == 0
     written = json.loads((out / "eval.json").read_text())
@@ -126,8 +113,7 @@ def test_compiled_and_invariant_variants(
     """The texts are those of other passes, and no pass is compiled during a measurement that counts."""
     monkeypatch.setitem(graphs.OPTIONS, "cpu", {"backend": "eager"})  # traced, without minutes of compilation
     call = ["eval", "--target", tiny_target_folder, "--drafter", "early-exit:layers=1", "--prompts", prompts]
-    call += ["--chat-template", "plain"]
-    call += ["--max-new-tokens", 6, "--repeats", 1, "--temperature", 0, "--gamma", 2]
+    call += ["--chat-template", "plain", "--max-new-tokens", 6, "--repeats", 1, "--temperature", 0, "--gamma", 2]
     built: list[int] = []
     add = Journal.add
 
@@ -168,8 +154,7 @@ def test_a_killed_run_continues_and_ends_as_if_nothing_had_been(
 ) -> None:
     """SIGKILL while cells are being written, and a torn line on top of it."""
     call = ["eval", "--target", tiny_target_folder, "--drafter", "early-exit:layers=1", "--prompts", prompts]
-    call += ["--chat-template", "plain"]
-    call += ["--max-new-tokens", 12, "--repeats", 2, "--batch-size", 2, "--gamma", 2]
+    call += ["--chat-template", "plain", "--max-new-tokens", 12, "--repeats", 2, "--batch-size", 2, "--gamma", 2]
     out, whole = tmp_path / "killed", tmp_path / "whole"
     journal = out / "cells.jsonl"
     processes, log = Processes(run_server, {}), tmp_path / "killed.log"
@@ -229,7 +214,7 @@ def test_generate_prints_the_targets_text(
     assert "stopped by criteria" in cut.err
 
 
-@pytest.mark.parametrize("twins", [True, False])
+@pytest.mark.parametrize("twins", mostly_slow([True, False], True))
 def test_a_greedy_text_that_differs_is_explained(
     twins: bool, tmp_path: Path, tiny_target_folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -248,7 +233,7 @@ def test_a_greedy_text_that_differs_is_explained(
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
     text = next(line["cell"]["texts"][0] for line in lines if line.get("cell", {}).get("drafter") == "suffix")
     text["tokens"][7] ^= 1 if twins else 2
-    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(journal, lines)
     capsys.readouterr()
     assert run(*call) == 0
     kind = "near tie" if twins else "bug"
@@ -314,7 +299,7 @@ def test_evaluations_whose_template_shows_the_time_are_continued_and_compared(
 ) -> None:
     """The journal's begin is the time of all prompts, later turns included; another time is the same prompt set."""
     template, out = tmp_path / "dated.jinja", tmp_path / "one"
-    prompts.write_text("".join(json.dumps({"turns": [letter, "again"]}) + "\n" for letter in "abc"))
+    write_rows(prompts, ({"turns": [letter, "again"]} for letter in "abc"))
     template.write_text("{{ strftime_now('%f') }}{% for m in messages %}{{ m.content }}{% endfor %}")
     call = ["eval", "--target", tiny_target_folder, "--drafter", "suffix", "--prompts", prompts, "--temperature", 0]
     call += ["--chat-template", template, "--repeats", 1, "--max-new-tokens", 6]

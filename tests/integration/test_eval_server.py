@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import run, write_prompts
+from commands import run, write_prompts, write_rows
 from engine_server import Engine, chat_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -60,9 +60,7 @@ class Drafting:
 def prompts(tmp_path: Path) -> Path:
     rows: list[dict[str, Any]] = [{"prompt": letter * 3} for letter in "abcde"]
     rows.append({"turns": ["x", "y"]})
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return write_rows(tmp_path / "prompts.jsonl", rows)
 
 
 def served(folder: Path, prompts: Path, engine: Engine, out: Path, *more: Any) -> int:
@@ -105,11 +103,7 @@ def test_tau_acceptance_and_speed_of_vllm(
 
 
 def test_servers_take_turns_and_a_killed_measurement_continues(
-    folder: Path,
-    prompts: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first server fails in the middle; the same command asks only for what is missing, also after a cut line."""
     order: list[str] = []
@@ -155,13 +149,7 @@ def test_servers_take_turns_and_a_killed_measurement_continues(
     ("style", "acceptance", "alpha"), [("sglang", [], None), ("llamacpp", [1.0, 0.0], 0.5)], ids=["sglang", "llama"]
 )
 def test_tau_and_acceptance_of_other_engines(
-    style: str,
-    acceptance: list[float],
-    alpha: float | None,
-    folder: Path,
-    prompts: Path,
-    tmp_path: Path,
-    capsys: Any,
+    style: str, acceptance: list[float], alpha: float | None, folder: Path, prompts: Path, tmp_path: Path, capsys: Any
 ) -> None:
     """SGLang counts verifications alone. The result is printed as JSON, too."""
     with Drafting(style).engine.running() as engine:
@@ -477,8 +465,7 @@ def test_metrics_that_stop_being_readable_are_no_zeros(
 
 def test_turns_that_cannot_follow_are_counted_and_the_same_for_both(folder: Path, tmp_path: Path) -> None:
     """The server's answers to one of three conversations are another text: its second turn is asked of neither."""
-    rows = "".join(json.dumps({"turns": [letter * 3, "y"]}) + "\n" for letter in "abc")
-    (tmp_path / "turns.jsonl").write_text(rows)
+    write_rows(tmp_path / "turns.jsonl", ({"turns": [letter * 3, "y"]} for letter in "abc"))
 
     def fault(number: int, body: dict[str, Any]) -> str | None:
         return (

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import run as command
-from commands import write_prompts
+from commands import printed, write_prompts
 from conftest import make_llama
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -22,11 +21,6 @@ from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.hub.export import stored_dtype
 
 STAGE = "  stage: comparing the drafter with the target\n"
-
-
-def run(capsys: pytest.CaptureFixture, *arguments: object) -> tuple[int, str, str]:
-    code, printed = command(*arguments), capsys.readouterr()
-    return code, printed.out, printed.err
 
 
 @pytest.fixture
@@ -63,7 +57,9 @@ def test_there_and_back(
     """The commands of the card run in the folder that it is in, under any name."""
     target, target_folder, drafter = pair
     out = tmp_path / "out"
-    code, said, err = run(capsys, "export", drafter, "--format", format, "--target", target_folder, "--out", str(out))
+    code, said, err = printed(
+        capsys, "export", drafter, "--format", format, "--target", target_folder, "--out", str(out)
+    )
     assert (code, err) == (0, "")
     tensors = load_file(out / "model.safetensors")
     assert f"{len(tensors)} tensors, {sum(value.numel() for value in tensors.values()):,} numbers, for" in said
@@ -78,7 +74,7 @@ def test_there_and_back(
     (imported,) = re.findall("`draftsmith (import .*)`", card)
     assert '"model": "."' in card or "draft-model-path . " in card
     monkeypatch.chdir(out)
-    code, said, err = run(capsys, *shlex.split(imported))
+    code, said, err = printed(capsys, *shlex.split(imported))
     assert (code, "not read" in said) == (0, False)
     back = Path("../imported")
     assert err.startswith(STAGE), "and lines that say how long is left"
@@ -98,22 +94,22 @@ def test_unknown_keys_are_said(
 ) -> None:
     _, target, drafter = pair
     common = ["--target", target, "--out"]
-    assert run(capsys, "export", drafter, "--format", "sglang", *common, tmp_path / "out")[0] == 0
+    assert printed(capsys, "export", drafter, "--format", "sglang", *common, tmp_path / "out")[0] == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     config |= {"novel": 1, "num_beams": 1, "torch_dtype": "float32"}
     config["eagle_config"]["odd\x1b"] = 2
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
     asked = write_prompts(tmp_path / "prompts.jsonl", *(f"Text {number}" for number in range(3)))
     published = ["import", tmp_path / "out", *common]
-    code, said, _ = run(capsys, *published, tmp_path / "back", "--prompts", asked)
+    code, said, _ = printed(capsys, *published, tmp_path / "back", "--prompts", asked)
     assert code == 0
     assert "\nnote: keys of config.json that are not read: novel, eagle_config.odd" in said
     assert " tokens of 3 texts\n" in said
     assert "\x1b" not in said
-    code, said, _ = run(capsys, *published, tmp_path / "again", "--no-self-test")
+    code, said, _ = printed(capsys, *published, tmp_path / "again", "--no-self-test")
     assert (code, "not read: novel" in said) == (0, True)
     for option, value in {"--prompts": asked, "--chat-template": "plain"}.items():
-        code, _, err = run(capsys, *published, tmp_path / "third", "--no-self-test", option, value)
+        code, _, err = printed(capsys, *published, tmp_path / "third", "--no-self-test", option, value)
         assert (code, f"{option}={value} with --no-self-test" in err) == (2, True)
 
 
@@ -130,10 +126,10 @@ def test_the_dtype_is_that_of_the_checkpoint_or_as_asked(
     common = ["--target", target_folder, "--out"]
     for dtype in ("float32", "bfloat16", "float16"):
         asked = [] if dtype == "float32" else ["--dtype", dtype]
-        assert run(capsys, "export", folder, "--format", "sglang", *asked, *common, tmp_path / dtype)[0] == 0
+        assert printed(capsys, "export", folder, "--format", "sglang", *asked, *common, tmp_path / dtype)[0] == 0
         assert stored_dtype(tmp_path / dtype) == dtype
     assert "--dtype bfloat16" in (tmp_path / "bfloat16" / "README.md").read_text()
-    assert run(capsys, "import", tmp_path / "float16", "--gamma", "6", *common, tmp_path / "back")[0] == 0
+    assert printed(capsys, "import", tmp_path / "float16", "--gamma", "6", *common, tmp_path / "back")[0] == 0
     assert stored_dtype(tmp_path / "back") == "float16"
     back = load_drafter(tmp_path / "back", target)
     assert back.draft_length_hint == 6
@@ -152,7 +148,7 @@ def test_an_imported_draft_model_keeps_its_padding(
         tiny_tokenizer.save_pretrained(tmp_path / name)
     arguments = ["import", str(tmp_path / "[plain]"), "--target", str(tmp_path / "target")]
     capsys.readouterr()  # transformers' progress bars
-    code, said, err = run(capsys, *arguments, "--out", str(tmp_path / "[back]"))
+    code, said, err = printed(capsys, *arguments, "--out", str(tmp_path / "[back]"))
     assert code == 0
     assert err.startswith(STAGE), "and lines that say how long is left"
     assert f"{tmp_path}/[back]: a drafter of type draft_model" in said
@@ -177,7 +173,7 @@ def test_mistakes_are_told_in_one_line_before_any_work(
         "is a draftsmith checkpoint": ["import", drafter, *export[2:]],
     }
     for message, arguments in wrong.items():
-        code, _, err = run(capsys, *arguments)
+        code, _, err = printed(capsys, *arguments)
         assert (code, len(err.strip().splitlines())) == (2, 1), err
         assert message in err
         assert not (tmp_path / "new").exists()
@@ -189,11 +185,11 @@ def test_an_imported_draft_length_stays_within_reach(
     """Medusa heads: no more tokens than heads."""
     _, target, _, drafter = saved("medusa", 2, {}, num_heads=2)
     common = ["--target", target, "--out"]
-    assert run(capsys, "export", drafter, "--format", "vllm", *common, tmp_path / "out")[0] == 0
+    assert printed(capsys, "export", drafter, "--format", "vllm", *common, tmp_path / "out")[0] == 0
     published = ["import", str(tmp_path / "out"), *common, str(tmp_path / "back")]
-    code, _, err = run(capsys, *published, "--gamma", "3")
+    code, _, err = printed(capsys, *published, "--gamma", "3")
     assert (code, "gamma=3; expected at most 2" in err) == (2, True)
-    code, said, _ = run(capsys, *published, "--no-self-test")
+    code, said, _ = printed(capsys, *published, "--no-self-test")
     assert (code, "self-test" in said) == (0, False)
     assert json.loads((tmp_path / "back" / "config.json").read_text())["draftsmith"]["draft_length"] == 2
 
@@ -206,9 +202,9 @@ def test_a_draft_model_leaves_nothing_of_ours_behind(
     common = ["--target", target_folder, "--out"]
     for format in ("transformers", "vllm", "sglang"):
         out = tmp_path / format
-        assert run(capsys, "export", folder, "--format", format, *common, out)[0] == 0
+        assert printed(capsys, "export", folder, "--format", format, *common, out)[0] == 0
         assert (out / "tokenizer.json").is_file()
         assert not any(str(tmp_path) in file.read_text() for file in out.glob("*.json"))
-    assert run(capsys, "import", str(tmp_path / "vllm"), *common, str(tmp_path / "back"))[0] == 0
+    assert printed(capsys, "import", str(tmp_path / "vllm"), *common, str(tmp_path / "back"))[0] == 0
     again = load_drafter(tmp_path / "back", target).state_dict()
     assert all(torch.equal(value, again[name]) for name, value in drafter.state_dict().items())

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import write_rows
 from conftest import LETTERS, make_llama, mostly_slow
+from run_results import losses_of
 
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.train.recipe import load_recipe
@@ -28,7 +30,7 @@ def start(recipe_file: Path, tiny_target_folder: Path, tmp_path: Path) -> Start:
     texts = [LETTERS[i : i + 9] for i in range(12)]
     texts[5] = texts[5][:4] + "9" + texts[5][5:]
     for name, rows in (("texts", texts), ("held", texts[:2])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+        write_rows(tmp_path / f"{name}.jsonl", ({"text": text} for text in rows))
     overrides = [f"data.prompts={tmp_path}/texts.jsonl", f"evaluation.prompts={tmp_path}/held.jsonl"]
     overrides += ["data.response=text", "data.prompt_tokens=1", "evaluation.count=1", "train.batch_size=4"]
 
@@ -42,10 +44,6 @@ def _tokens(folder: Path) -> dict[str, int]:
     return json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
 
 
-def _losses(folder: Path) -> list[float]:
-    return [row["loss"] for row in read_metrics(folder) if "loss" in row]
-
-
 KINDS = {
     "states": ["drafter.type=medusa"],
     "packed": ["drafter.type=medusa", "data.pack=true", "data.response_tokens=9"],
@@ -55,7 +53,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", mostly_slow(KINDS, "features", "cached"))
+@pytest.mark.parametrize("kind", mostly_slow(KINDS, "cached"))
 def test_the_row_is_named_and_may_be_left_out(kind: str, start: Start, tmp_path: Path) -> None:
     with pytest.raises(DraftsmithError) as stopped:
         start(*KINDS[kind])
@@ -67,15 +65,15 @@ def test_the_row_is_named_and_may_be_left_out(kind: str, start: Start, tmp_path:
     assert len(failed["rows"]) == 4
     step = failed["step"] - 1
     assert (folder / "checkpoints" / f"step-{step:06d}").is_dir(), "the state before it"
-    before = _losses(folder)
+    before = losses_of(folder)
     assert len(before) == step
     advised = re.search(r"data\.exclude_rows=\S+", said)
     assert advised is not None
     start(*KINDS[kind], advised[0])
-    assert _losses(folder)[:step] == before
-    assert len(_losses(folder)) == 12
+    assert losses_of(folder)[:step] == before
+    assert len(losses_of(folder)) == 12
     start(*KINDS[kind], advised[0], f"output={tmp_path}/whole")
-    assert _losses(tmp_path / "whole") == _losses(folder), "a run that left it out from the start"
+    assert losses_of(tmp_path / "whole") == losses_of(folder), "a run that left it out from the start"
 
 
 def test_a_row_of_the_validation_is_named_too(start: Start, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from conftest import mostly_slow, write_recipe
 from forked import Processes, Server
+from run_results import losses_of, metrics_of
 from safetensors.torch import load_file
 
 from draftsmith.train.run_folder import read_metrics
@@ -21,6 +22,8 @@ from draftsmith.train.run_folder import read_metrics
 KILLED = -signal.SIGKILL
 STEPS = 32
 SHORT = ("train.steps=4", "train.evaluate_every=2", "train.checkpoint_every=2", "train.keep_checkpoints=1")
+WITHOUT_FAULTS: dict[str, tuple[int, tuple[str, ...]]] = {"whole": (1, ()), "two": (2, ()), "short": (1, SHORT)}
+"""Processes and overrides of the runs that others are compared with."""
 
 
 @dataclass
@@ -42,9 +45,6 @@ class Runs:
         """Exit codes by process."""
         return self.server.wait(self.start(name, *overrides, processes=processes, **traps))
 
-    def finished(self, name: str) -> bool:
-        return (self.folder(name) / "finished.json").exists()
-
     def log(self, name: str) -> Path:
         return self.place / f"{name}.log"
 
@@ -53,13 +53,19 @@ class Runs:
 
     def result(self, name: str) -> tuple[list[dict[str, Any]], bytes]:
         """Metrics without what depends on the clock, and the best drafter's weights."""
-        clock = ("seconds", "seconds_by_part", "tokens_per_second", "memory_bytes")
-        rows = [{k: v for k, v in row.items() if k not in clock} for row in read_metrics(self.folder(name))]
-        assert self.finished(name), self.log(name).read_text()[-2000:]
-        return rows, (self.folder(name) / "drafter" / "model.safetensors").read_bytes()
+        self.require(name)
+        assert (self.folder(name) / "finished.json").exists(), self.log(name).read_text()[-2000:]
+        return metrics_of(self.folder(name)), (self.folder(name) / "drafter" / "model.safetensors").read_bytes()
+
+    def require(self, name: str) -> None:
+        """Do a run without faults, unless it has been done."""
+        if name in WITHOUT_FAULTS and not self.folder(name).exists():
+            processes, overrides = WITHOUT_FAULTS[name]
+            assert self.run(name, *overrides, processes=processes) == [0] * processes, self.log(name).read_text()
 
     def losses(self, name: str) -> list[float]:
-        return [row["loss"] for row in read_metrics(self.folder(name)) if "loss" in row]
+        self.require(name)
+        return losses_of(self.folder(name))
 
     def checkpoints(self, name: str) -> list[str]:
         return sorted(path.name for path in (self.folder(name) / "checkpoints").glob("*"))
@@ -80,15 +86,13 @@ def server(run_server: Server, place: Path) -> Processes:
 
 @pytest.fixture
 def runs(place: Path, server: Processes, tiny_target_folder: Path) -> Runs:
-    """All tests share one folder, so that the target is sampled once, and runs without faults are done once."""
+    """All tests share one folder: the target is sampled once, and each run of `WITHOUT_FAULTS` is done once."""
     made = Runs(place, server)
     if (place / "recipe.yaml").exists():
         return made
     shutil.copytree(tiny_target_folder, place / "target")
     decoded = {"count": 3, "max_new_tokens": 12, "temperature": 1.0}
     write_recipe(place, place / "target", decoded, steps=STEPS, seed=8, evaluate_every=4, checkpoint_every=3)
-    for name, processes, overrides in (("whole", 1, ()), ("two", 2, ()), ("short", 1, SHORT)):
-        assert made.run(name, *overrides, processes=processes) == [0] * processes, made.log(name).read_text()
     return made
 
 
@@ -148,7 +152,7 @@ def test_a_kill_at_any_write_keeps_what_is_replaced(lasting: bool, runs: Runs) -
 
 
 @pytest.mark.parametrize(
-    ("step", "number", "code"), [(7, signal.SIGTERM, 143), (8, signal.SIGINT, 130)], ids=["SIGTERM", "SIGINT"]
+    ("step", "number", "code"), [pytest.param(7, signal.SIGTERM, 143, marks=pytest.mark.slow), (8, signal.SIGINT, 130)]
 )
 def test_a_signal_stops_after_the_step_with_a_checkpoint(step: int, number: int, code: int, runs: Runs) -> None:
     """After step 8 an evaluation is due: each resumed run begins with it until there is another checkpoint."""
@@ -191,6 +195,7 @@ def test_processes_stop_together_and_their_number_may_change(runs: Runs) -> None
     assert runs.losses("changing") == pytest.approx(runs.losses("whole"), abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "drafter", [["eagle", "objective.feature_weight=0.1"], ["dflash", "drafter.layers=[1,2]", "drafter.block_size=4"]]
 )
@@ -208,10 +213,10 @@ def test_noise_is_the_same_on_each_process_after_a_kill(drafter: list[str], runs
 @pytest.mark.parametrize(
     ("processes", "step", "room", "what", "kept"),
     [
-        (1, 8, 60_000, "checkpoints", 6),
-        (2, 8, 60_000, "checkpoints", 6),
         (1, 12, 50_000, "drafter", 9),
-        (1, 8, 1_800, "metrics.jsonl", 6),
+        pytest.param(1, 8, 60_000, "checkpoints", 6, marks=pytest.mark.slow),
+        pytest.param(2, 8, 60_000, "checkpoints", 6, marks=pytest.mark.slow),
+        pytest.param(1, 8, 1_800, "metrics.jsonl", 6, marks=pytest.mark.slow),
     ],
 )
 def test_a_full_disk_stops_the_run_and_keeps_what_it_has(
@@ -238,7 +243,7 @@ def test_a_run_of_another_recipe_is_refused(runs: Runs) -> None:
     assert "holds another run: train.steps=32 there, 64 here" in runs.said("mine")
 
 
-@pytest.mark.parametrize("at", ["start", "log", "finish"])
+@pytest.mark.parametrize("at", mostly_slow(["start", "log", "finish"], "log"))
 def test_a_tracker_that_fails_costs_a_line(at: str, runs: Runs) -> None:
     assert runs.run(f"tracker-{at}", "tracker=tensorboard", *SHORT, tracker_fails={"at": at}) == [0]
     assert runs.result(f"tracker-{at}") == runs.result("short")

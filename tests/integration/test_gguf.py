@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import printed, write_rows
+from conftest import mostly_slow
 from gguf_files import tiny_llama, write_gguf
-from integration.test_exchange import run
 from transformers import AutoModelForCausalLM
 
 from draftsmith.distill.load_target import load_target
@@ -29,9 +30,8 @@ evaluation: {{count: 2, max_new_tokens: 6}}
 def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    prompts = tmp_path / "prompts.jsonl"
-    asked = [{"messages": [{"role": "user", "content": f"Count to {number}, then {number}."}]} for number in range(16)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    asked = ({"messages": [{"role": "user", "content": f"Count to {number}, then {number}."}]} for number in range(16))
+    prompts = write_rows(tmp_path / "prompts.jsonl", asked)
     found = {"target": write_gguf(tmp_path / "target.gguf", tiny_llama(), "Q8_0"), "prompts": prompts}
     found |= {"output": tmp_path / "run", "recipe": tmp_path / "recipe.yaml"}
     found["recipe"].write_text(RECIPE.format(**found))
@@ -42,50 +42,50 @@ def test_from_a_file_to_a_drafter_for_llama_server(
     paths: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     target, prompts, drafter = str(paths["target"]), str(paths["prompts"]), str(tmp_path / "run" / "drafter")
-    code, said, err = run(capsys, "memory", str(paths["recipe"]))
+    code, said, err = printed(capsys, "memory", str(paths["recipe"]))
     assert code == 0, err
     assert "in training" in said
-    code, said, err = run(capsys, "data", "preview", prompts, "--target", target, "--response", "target")
+    code, said, err = printed(capsys, "data", "preview", prompts, "--target", target, "--response", "target")
     assert code == 0, err
     assert "assistant:" in said, "the file's chat template"
-    code, _, err = run(capsys, "train", str(paths["recipe"]))
+    code, _, err = printed(capsys, "train", str(paths["recipe"]))
     assert code == 0, err
     described = json.loads((Path(drafter) / "config.json").read_text())["draftsmith"]["target"]
     assert described["name"] == target
     assert described["revision"] == load_target(target, device="cpu").revision
     common = ["--target", target, "--drafter", drafter, "--prompts", prompts]
-    code, said, err = run(
+    code, said, err = printed(
         capsys, "eval", *common, "--out", "eval", "--count", "2", "--max-new-tokens", "6", "--temperature", "0"
     )
     assert code == 0, err
     rows = json.loads((tmp_path / "eval" / "eval.json").read_text())["rows"]
     assert rows
-    code, said, err = run(capsys, "check", *common, "--temperature", "0", "--count", "4", "--tokens", "500")
+    code, said, err = printed(capsys, "check", *common, "--temperature", "0", "--count", "4", "--tokens", "500")
     assert code in (0, 3), said + err
-    code, said, err = run(
+    code, said, err = printed(
         capsys, "generate", "--target", target, "--drafter", drafter, "Count", "--max-new-tokens", "4"
     )
     assert code == 0, err
-    code, said, err = run(capsys, "export", drafter, "--format", "gguf", "--target", target, "--out", "exported")
+    code, said, err = printed(capsys, "export", drafter, "--format", "gguf", "--target", target, "--out", "exported")
     assert code == 0, err
     assert f"llama-server -m {target} -md exported/drafter.gguf" in said
     assert said.endswith(f"next: draftsmith eval server http://localhost:8080 --target {target} --model {target}\n")
     assert load_target(str(tmp_path / "exported"), device="cpu").model.config.num_hidden_layers == 1
-    code, said, err = run(capsys, "export", target, "--format", "gguf", "--target", target, "--out", "plain")
+    code, said, err = printed(capsys, "export", target, "--format", "gguf", "--target", target, "--out", "plain")
     assert code == 0, err
     assert "\nllama-server -m plain/drafter.gguf --port 8080 --metrics\n" in said
     assert "-md" not in said + (tmp_path / "plain" / "README.md").read_text(), "a target does not draft for itself"
     assert "next:" not in said
     plain, quantized = (load_target(name, device="cpu").model.state_dict() for name in ("plain", target))
     assert all(torch.equal(plain[name], weight) for name, weight in quantized.items())
-    code, said, err = run(capsys, "export", drafter, "--format", "vllm", "--target", target, "--out", "for vllm")
+    code, said, err = printed(capsys, "export", drafter, "--format", "vllm", "--target", target, "--out", "for vllm")
     assert code == 0, err
     (served,) = re.findall(r"vllm serve (\S+) --speculative-config", said)
     assert served != target, "vLLM starts no GGUF file with a speculative config"
     assert AutoModelForCausalLM.from_pretrained(served).config.vocab_size == tiny_llama().config.vocab_size
 
 
-@pytest.mark.parametrize("command", ["eval", "generate", "memory", "train"])
+@pytest.mark.parametrize("command", mostly_slow(["eval", "generate", "memory", "train"], "eval", "memory"))
 def test_a_broken_file_ends_in_one_line(
     command: str, paths: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -95,7 +95,7 @@ def test_a_broken_file_ends_in_one_line(
         "eval": ["--target", target, "--drafter", "suffix", "--prompts", prompts],
         "generate": ["--target", target, "--drafter", "suffix", "Count"],
     }
-    code, _, err = run(capsys, command, *arguments.get(command, [str(paths["recipe"])]))
+    code, _, err = printed(capsys, command, *arguments.get(command, [str(paths["recipe"])]))
     assert code == 2
     assert "Traceback" not in err
     assert "target.gguf cannot be read" in err.splitlines()[-1]

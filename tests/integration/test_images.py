@@ -8,22 +8,16 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from commands import printed, run, write_rows
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 from vision_models import NEEDS_TORCHVISION, save_image, save_target
 
-from draftsmith.cli import main
 from draftsmith.decode.passes import graphs
 
 MOST = 12
 PICTURES = (0, 4)
 """Seeds of images after which no two logits are close: the texts are the same on every CPU."""
-
-
-def run(*arguments: object, code: int = 0) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main([str(argument) for argument in arguments])
-    assert stop.value.code == code
 
 
 def asked(*images: str, text: str = "ab") -> dict[str, Any]:
@@ -52,9 +46,7 @@ def prompts(tmp_path: Path) -> Path:
     uri = "data:image/png;base64," + base64.b64encode((tmp_path / "data" / names[1]).read_bytes()).decode()
     turns = asked(names[0])["messages"] + [{"role": "user", "content": "cd"}]
     rows = [asked(names[0]), asked(names[1], uri, text="b"), asked(text="abcd"), {"messages": turns}]
-    file = tmp_path / "data" / "prompts.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return write_rows(tmp_path / "data" / "prompts.jsonl", rows)
 
 
 def generated(target: Path, image: Path, text: str) -> list[int]:
@@ -84,7 +76,7 @@ def test_generate_with_an_image(
     assert expected[0] != expected[1]
     for picture, text, more in zip(pictures, expected, ([], ["--compile"]), strict=True):
         options = ("--target", target, "--image", picture, "--max-new-tokens", MOST, "--drafter", "suffix")
-        run("generate", "ab", *options, *more)
+        assert run("generate", "ab", *options, *more) == 0
         assert capsys.readouterr().out.split("\n")[:2] == ["ab", text]
 
 
@@ -92,7 +84,12 @@ def test_generate_with_an_image(
 def test_eval_and_check(target: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     options = ("--target", target, "--prompts", prompts, "--drafter", "early-exit:layers=1")
     out = tmp_path / "eval"
-    run("eval", *options, "--batch-size", 2, "--temperature", 0, "--repeats", 1, "--max-new-tokens", 8, "--out", out)
+    assert (
+        run(
+            "eval", *options, "--batch-size", 2, "--temperature", 0, "--repeats", 1, "--max-new-tokens", 8, "--out", out
+        )
+        == 0
+    )
     found = json.loads((out / "eval.json").read_text())
     assert {guard["guard"] for guard in found["guards"]} <= {"slow-baseline"}, "speed depends on the machine"
     assert found["plain"]["identical"] == found["plain"]["prompts"] == 4, "the target alone is `generate` with images"
@@ -103,48 +100,42 @@ def test_eval_and_check(target: Path, prompts: Path, tmp_path: Path, capsys: pyt
     assert first == [generated(target, prompts.parent / "pictures" / "0.png", "ab")[:8]] * 2
     assert {text["prompt"] for cell in cells for text in cell["texts"] if cell["turn"] == 1} == {"#4"}
     capsys.readouterr()
-    run("check", *options, "--tokens", 1000)
+    assert run("check", *options, "--tokens", 1000) == 0
     assert "LOSSLESS" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("row", "line"),
-    [
-        (
-            asked("https://example.org/a.png"),
-            r"prompts.jsonl:1: image='https://example.org/a.png'; expected a file, or",
-        ),
-        (asked("../secret.png"), "image='../secret.png' lies outside"),
-        (asked("none.png"), "image='none.png' is no file in"),
-        (asked("prompts.jsonl"), "/prompts.jsonl cannot be read (cannot identify image"),
-        (asked("data:image/png;base64,AAAA"), "image=a data URI of 26 characters cannot be read"),
-        (asked("data:image/png,AAAA"), "the data URI is not in base64"),
-        ({"messages": [{"role": "user", "content": [{"type": "video", "video": "a"}]}]}, "a part of type 'video'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "an image with keys ['type']; expected one"),
-    ],
-    ids=["network", "outside", "missing", "no image", "damaged URI", "plain URI", "video", "no name"],
-)
+BAD_IMAGES = {
+    "prompts.jsonl:1: image='https://example.org/a.png'; expected a file, or": asked("https://example.org/a.png"),
+    "image='../secret.png' lies outside": asked("../secret.png"),
+    "image='none.png' is no file in": asked("none.png"),
+    "/prompts.jsonl cannot be read (cannot identify image": asked("prompts.jsonl"),
+    "image=a data URI of 26 characters cannot be read": asked("data:image/png;base64,AAAA"),
+    "the data URI is not in base64": asked("data:image/png,AAAA"),
+    "a part of type 'video'": {"messages": [{"role": "user", "content": [{"type": "video", "video": "a"}]}]},
+    "an image with keys ['type']; expected one": {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+}
+
+
 def test_bad_images_are_refused_in_one_line(
-    row: dict, line: str, target: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+    target: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    (tmp_path / "secret.png").write_bytes((prompts.parent / "pictures" / "0.png").read_bytes())
-    prompts.write_text(json.dumps(row) + "\n")
-    run("check", "--target", target, "--prompts", prompts, "--drafter", "suffix", code=2)
-    error = capsys.readouterr().err
-    assert line in error
-    assert error.count("\n") == 1
+    save_image(tmp_path / "secret.png")
+    for line, row in BAD_IMAGES.items():
+        write_rows(prompts, [row])
+        code, _, error = printed(capsys, "check", "--target", target, "--prompts", prompts, "--drafter", "suffix")
+        assert (code, error.count("\n")) == (2, 1)
+        assert line in error
 
 
 def test_images_of_another_folder(target: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """A path may lead out of the folder of the prompts only where the option names a folder."""
-    elsewhere = tmp_path / "elsewhere.jsonl"
-    elsewhere.write_text(json.dumps(asked("pictures/0.png")) + "\n")
+    elsewhere = write_rows(tmp_path / "elsewhere.jsonl", [asked("pictures/0.png")])
     options = ("--target", target, "--prompts", elsewhere, "--drafter", "suffix", "--temperature", 0)
-    run("check", *options, code=2)
+    assert run("check", *options) == 2
     assert "image='pictures/0.png' is no file in" in capsys.readouterr().err
-    run("check", *options, "--images", prompts.parent)
+    assert run("check", *options, "--images", prompts.parent) == 0
     assert "LOSSLESS" in capsys.readouterr().out
-    run("check", *options, "--images", tmp_path / "none", code=2)
+    assert run("check", *options, "--images", tmp_path / "none") == 2
     assert "expected a folder" in capsys.readouterr().err
 
 
@@ -152,14 +143,16 @@ def test_targets_and_commands_without_images(
     target: Path, prompts: Path, tmp_path: Path, tiny_target_folder: Path, capsys: pytest.CaptureFixture
 ) -> None:
     picture = prompts.parent / "pictures" / "0.png"
-    run("generate", "ab", "--target", tiny_target_folder, "--image", picture, code=2)
+    assert run("generate", "ab", "--target", tiny_target_folder, "--image", picture) == 2
     assert f"target={tiny_target_folder} cannot read images" in capsys.readouterr().err
     bare = save_target(tmp_path / "bare", processor=False)
-    run("generate", "ab", "--target", bare, "--image", picture, code=2)
+    assert run("generate", "ab", "--target", bare, "--image", picture) == 2
     assert f"target={bare} cannot read images" in capsys.readouterr().err
-    run("generate", "ab", "--target", target, "--image", tmp_path / "none.png", code=2)
+    assert run("generate", "ab", "--target", target, "--image", tmp_path / "none.png") == 2
     assert f"--image={tmp_path / 'none.png'}; expected a file, and there is none" in capsys.readouterr().err
-    run("forecast", "--target", target, "--drafter", "suffix", "--prompts", prompts, "--out", tmp_path / "f", code=2)
+    assert (
+        run("forecast", "--target", target, "--drafter", "suffix", "--prompts", prompts, "--out", tmp_path / "f") == 2
+    )
     assert "have images; expected prompts of text alone for a forecast" in capsys.readouterr().err
 
 
@@ -173,7 +166,7 @@ def recipe(tmp_path: Path, target: Path, **changes: Any) -> Path:
         answer = {"role": "assistant", "content": "efgh"}
         question = asked(name, text="abcd"[seed % 4]) if seed % 4 else asked(text=f"text{seed}")
         rows.append({"messages": [*question["messages"], answer]})
-    (data / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(data / "rows.jsonl", rows)
     sections: dict[str, Any] = {
         "name": "images",
         "output": str(tmp_path / "run"),
@@ -190,6 +183,7 @@ def recipe(tmp_path: Path, target: Path, **changes: Any) -> Path:
     return file
 
 
+EAGLE3, MEDUSA = {"type": "eagle3", "layers": [1, 1, 2]}, {"type": "medusa", "num_heads": 2}
 DRAFT_MODEL = {
     "type": "draft_model",
     "config": {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
@@ -200,14 +194,13 @@ DRAFT_MODEL = {
 @pytest.mark.parametrize(
     ("target", "drafter", "response"),
     [
-        ("llava", {"type": "medusa", "num_heads": 2}, "text"),
-        ("llava", {"type": "eagle3", "layers": [1, 1, 2]}, "target"),
-        ("llava", DRAFT_MODEL, "target"),
-        ("qwen3_vl", {"type": "eagle3", "layers": [1, 1, 2]}, "text"),
-        ("qwen2_5_vl", DRAFT_MODEL, "target"),
-        ("smolvlm", {"type": "medusa", "num_heads": 2}, "target"),
+        ("llava", EAGLE3, "target"),
+        pytest.param("llava", MEDUSA, "text", marks=pytest.mark.slow),
+        pytest.param("llava", DRAFT_MODEL, "target", marks=pytest.mark.slow),
+        pytest.param("qwen3_vl", EAGLE3, "text", marks=pytest.mark.slow),
+        pytest.param("qwen2_5_vl", DRAFT_MODEL, "target", marks=pytest.mark.slow),
+        pytest.param("smolvlm", MEDUSA, "target", marks=pytest.mark.slow),
     ],
-    ids=["medusa", "eagle3", "draft_model", "qwen3_vl", "qwen2_5_vl", "smolvlm"],
     indirect=["target"],
 )
 def test_train_on_conversations_with_images(
@@ -217,14 +210,14 @@ def test_train_on_conversations_with_images(
     """From the recipe to a drafter that decodes prompts with images."""
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
     file = recipe(tmp_path, target, drafter=drafter, data={"response": response})
-    run("train", file)
+    assert run("train", file) == 0
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert any("evaluation" in row for row in metrics)
     assert all(row["loss"] > 0 for row in metrics if "loss" in row)
     capsys.readouterr()
     picture = prompts.parent / "pictures" / "0.png"
     options = ("--target", target, "--image", picture, "--max-new-tokens", MOST)
-    run("generate", "ab", *options)
+    assert run("generate", "ab", *options) == 0
     alone = capsys.readouterr().out
-    run("generate", "ab", *options, "--drafter", tmp_path / "run" / "drafter")
+    assert run("generate", "ab", *options, "--drafter", tmp_path / "run" / "drafter") == 0
     assert capsys.readouterr().out == alone

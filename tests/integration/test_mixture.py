@@ -2,14 +2,14 @@
 
 import json
 import re
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import run
+from commands import printed, run, write_rows
 from conftest import LETTERS, mostly_slow
+from run_results import as_if_killed, finished
 
 from draftsmith.distill.data_section import DataSection, SourceSection, counts_of
 from draftsmith.errors import ConfigError
@@ -32,8 +32,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
     for name, count in (("code", 40), ("maths", 40), ("talk", 5)):
         answer = {"response": f"R{name}"} if name == "maths" else {}
         texts = [name[0] + LETTERS[i % 26] + LETTERS[(7 * i + 3) % 26] + LETTERS[i // 26] for i in range(count)]
-        made[name] = tmp_path / f"{name}.jsonl"
-        made[name].write_text("".join(json.dumps({"prompt": text, **answer}) + "\n" for text in texts))
+        made[name] = write_rows(tmp_path / f"{name}.jsonl", ({"prompt": text, **answer} for text in texts))
     return made
 
 
@@ -73,7 +72,7 @@ def test_shares_are_of_the_whole_count() -> None:
         assert sum(counts(count, 0.1, 0.7, 1e-9, 0.2)) == count
 
 
-def test_every_batch_is_a_mixture_and_a_killed_run_resumes_exactly(
+def test_every_batch_is_a_mixture(
     recipe_file: Path, tmp_path: Path, files: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     mixed = [mixture(files, 2, 1, 1), "data.count=40", "data.validation=4"]
@@ -92,29 +91,16 @@ def test_every_batch_is_a_mixture_and_a_killed_run_resumes_exactly(
     first_epoch = [starts(whole, batch_indices(0, step, 8, data.trained)) for step in range(data.trained // 8)]
     assert all(len(set(batch)) > 1 for batch in first_epoch)
 
-    folders = [trainer.train(load_recipe(str(recipe_file), [*mixed, f"output={tmp_path / 'whole'}"]))]
-    cut = load_recipe(str(recipe_file), [*mixed, f"output={tmp_path / 'cut'}"])
-    trainer.train(cut)
-    (tmp_path / "cut" / "finished.json").unlink()
-    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-000012")  # as if killed after step 8
-    folders.append(trainer.train(cut))
-    weights = [(folder / "model.safetensors").read_bytes() for folder in folders]
-    assert weights[0] == weights[1]
-    losses = [[row["loss"] for row in read_metrics(tmp_path / name) if "loss" in row] for name in ("whole", "cut")]
-    assert losses[0] == losses[1]
-    summaries = [json.loads((tmp_path / name / "finished.json").read_text()) for name in ("whole", "cut")]
-    assert summaries[0]["by_source"] == summaries[1]["by_source"]
-
 
 def test_a_run_ends_with_its_numbers_by_source(
     recipe_file: Path, tmp_path: Path, files: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a source alone they are those of the whole; alpha is that of a run which excludes the others' rows."""
+    """Alpha is that of a run which excludes the others' rows; a killed run ends with the same."""
     mixed = [mixture(files, 2, 1, 1), "data.count=40", "data.validation=4", "train.steps=6", "evaluation.count=8"]
     run = run_of(recipe_file, tmp_path / "run", *mixed)
     data, held = run.data, range(run.data.trained, len(run.data.rows))
     run.train()
-    best = json.loads((tmp_path / "run" / "finished.json").read_text())
+    best = finished(tmp_path / "run")
     rows = {row["step"]: row for row in read_metrics(tmp_path / "run") if "evaluation" in row}
     row = rows[best["best_step"]]
     for number, (name, file) in enumerate(files.items()):
@@ -138,6 +124,10 @@ def test_a_run_ends_with_its_numbers_by_source(
     own = best["by_source"][str(files["code"])]
     assert f" {own['tau']:.2f} [{own['interval'][0]:.2f}, {own['interval'][1]:.2f}] │" in table
     assert f" {own['validation_alpha'][0]:.3f} │" in table
+    run.record.close()
+    as_if_killed(tmp_path / "run", 4)
+    trainer.train(run.recipe)
+    assert finished(tmp_path / "run")["by_source"] == best["by_source"]
 
 
 def test_a_change_of_shares_samples_only_what_is_missing(
@@ -166,10 +156,8 @@ def test_a_row_of_two_sources_is_trained_once_and_never_held_out_and_trained(
     for name, letters in (("a", "abcdefgh"), ("b", "ghijklmn")):
         lines = [{"prompt": letter * 3, "response": f"R{letter if name == 'a' else 'x'}"} for letter in letters]
         lines[-1 if name == "a" else 0]["response"] = "same"  # of "hhh" in the first file, and of "ggg"
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "c.jsonl").write_text(
-        json.dumps({"prompt": "hhh", "response": "same"}) + "\n" + '{"prompt": "zzz", "response": "z"}\n'
-    )
+        write_rows(tmp_path / f"{name}.jsonl", lines)
+    write_rows(tmp_path / "c.jsonl", [{"prompt": "hhh", "response": "same"}, {"prompt": "zzz", "response": "z"}])
     sources = [{"prompts": str(tmp_path / f"{name}.jsonl")} for name in "abc"]
     overrides = [f"data.prompts={json.dumps(sources)}", "data.response=text", "data.count=24", "evaluation.count=2"]
     run = run_of(recipe_file, tmp_path / "run", *overrides)
@@ -189,8 +177,8 @@ def test_rows_of_equal_tokens_with_other_answers_are_no_twins(
 ) -> None:
     for name, length in (("a", 3), ("b", 4)):
         texts = [letter * 3 + "same" for letter in "abcdefgh"]
-        rows = [{"prompt": text[:length], "response": text[length:]} for text in texts]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = ({"prompt": text[:length], "response": text[length:]} for text in texts)
+        write_rows(tmp_path / f"{name}.jsonl", rows)
     sources = [{"prompts": str(tmp_path / f"{name}.jsonl")} for name in "ab"]
     overrides = [f"data.prompts={json.dumps(sources)}", "data.response=text", "data.count=16", "evaluation.count=2"]
     run = run_of(recipe_file, tmp_path / "run", *overrides)
@@ -208,9 +196,8 @@ def test_the_target_may_be_a_source_and_the_evaluation_has_its_own(
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE)
     listed = [{"prompts": "self", "share": 2}, {"prompts": str(files.get(other, other))}]
-    marked = tmp_path / "marked.jsonl"
-    lines = [{"messages": [{"role": "user", "content": letter * 3, "weight": 0}]} for letter in "abcde"]
-    marked.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = ({"messages": [{"role": "user", "content": letter * 3, "weight": 0}]} for letter in "abcde")
+    marked = write_rows(tmp_path / "marked.jsonl", lines)
     listed += [{"prompts": str(files["maths"])}, {"prompts": str(marked)}]
     overrides = [f"data.prompts={json.dumps(listed)}", f"data.chat_template={template}", "data.count=25"]
     held = mixture(
@@ -228,7 +215,7 @@ def test_the_target_may_be_a_source_and_the_evaluation_has_its_own(
     assert "evaluation: self: 4 prompts; its share asks for 4" in said
     trained, held_out = (set(file.read_text().splitlines()) for file in by_size(tmp_path / "cache" / "self-prompts"))
     assert not trained & held_out, "they have another seed"
-    numbers = json.loads((folder.parent / "finished.json").read_text())["by_source"]
+    numbers = finished(folder.parent)["by_source"]
     assert {label: tuple(own.get(key) for key in ("samples", "prompts")) for label, own in numbers.items()} == {
         "self": (10, 4),
         str(files.get(other, other)): (5, 5 if other == "talk" else None),
@@ -275,15 +262,14 @@ def test_commands_take_prompts_of_the_target(tmp_path: Path, recipe_file: Path, 
         "the first ones, as its seed is the same"
     )
     capsys.readouterr()
-    for command, message in {
-        ("preview", "[{prompts: self, response: text}]"): "prompts=self with response=text; expected target",
-        ("regenerate", "self", "--out", tmp_path / "b.jsonl"): "prompts=self without --count; expected the number",
-        ("regenerate", "self", "--out", tmp_path / "b.jsonl", "--server", "http://localhost:1", "--model", "m"): (
-            "prompts=self with --server; expected a file"
-        ),
+    again = ("regenerate", "self", "--out", tmp_path / "b.jsonl")
+    for message, command in {
+        "prompts=self with response=text; expected target": ("preview", "[{prompts: self, response: text}]"),
+        "prompts=self without --count; expected the number": again,
+        "prompts=self with --server; expected a file": (*again, "--server", "http://localhost:1", "--model", "m"),
     }.items():
-        assert run("data", *command, *words) == 2
-        assert message in capsys.readouterr().err
+        code, _, error = printed(capsys, "data", *command, *words)
+        assert (code, message in error) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -308,16 +294,10 @@ def test_bad_sources_are_refused_in_one_line(
 ) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     listed = listed.replace("CODE", str(files["code"])).replace("EMPTY", str(tmp_path / "empty.jsonl"))
-    target = load_recipe(str(recipe_file)).target.model
-    for command in (
-        ["train", recipe_file, "data.prompts="],
-        ["train", recipe_file, "evaluation.prompts="],
-        ["data", "preview", ""],
-    ):
-        *words, key = command
-        assert run(*words, f"{key}{listed}", *["--target", target] * (not key)) == 2
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1
+    for key in ("data.prompts=", "evaluation.prompts=", ""):
+        options = ["train", recipe_file] if key else ["data", "preview", "--target", recipe_file.parent / "tiny-target"]
+        code, _, error = printed(capsys, *options, f"{key}{listed}")
+        assert (code, error.count("\n")) == (2, 1)
         if message != "is not YAML" or not key:  # text that is no YAML names a file
             assert message in error.replace("data.prompts", "prompts").replace("evaluation.prompts", "prompts")
 

@@ -1,28 +1,20 @@
 """Runs that are continued from checkpoints of others, and runs that end when tau stops rising."""
 
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from run_results import as_if_killed, finished, metrics_of, taus_of
 from safetensors.torch import load_file
 
 from draftsmith.errors import ConfigError, DraftsmithError
 from draftsmith.train.recipe import load_recipe
-from draftsmith.train.run_folder import read_metrics
 from draftsmith.train.trainer import train
 
 
 def _train(recipe: Path, folder: Path, *overrides: str) -> Path:
     return train(load_recipe(str(recipe), [f"output={folder}", "drafter.type=medusa", *overrides]))
-
-
-def _rows(folder: Path) -> list[dict[str, Any]]:
-    """The metrics without what depends on the clock."""
-    clock = ("seconds", "seconds_by_part", "tokens_per_second", "memory_bytes")
-    return [{key: value for key, value in row.items() if key not in clock} for row in read_metrics(folder)]
 
 
 def _state(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -55,13 +47,12 @@ def test_a_stable_run_is_continued_and_decayed_from_a_checkpoint(recipe_file: Pa
         _train(recipe_file, cut, source, *overrides)
         last = 12 if name == "long" else 8
         _require_equal(_state(cut, last), _state(tmp_path / name, last))
-        after = [row for row in _rows(tmp_path / name) if row["step"] > 4]
-        assert [row for row in _rows(cut) if row["step"] > 4] == after
-        first = _rows(cut)[0]
+        after = [row for row in metrics_of(tmp_path / name) if row["step"] > 4]
+        assert [row for row in metrics_of(cut) if row["step"] > 4] == after
+        first = metrics_of(cut)[0]
         assert first["step"] == 4, "the checkpoint's drafter is the first candidate"
         assert "evaluation" in first
-    taus = [row["evaluation"]["tau"] for row in _rows(tmp_path / "short-cut") if "evaluation" in row]
-    assert json.loads((tmp_path / "short-cut" / "finished.json").read_text())["best_tau"] == max(taus)
+    assert finished(tmp_path / "short-cut")["best_tau"] == max(taus_of(tmp_path / "short-cut"))
 
 
 def test_a_finished_run_takes_more_steps_where_its_first_ones_stay_the_same(recipe_file: Path, tmp_path: Path) -> None:
@@ -73,8 +64,8 @@ def test_a_finished_run_takes_more_steps_where_its_first_ones_stay_the_same(reci
         _train(recipe_file, run, *options, f"train.schedule={first}", "train.steps=4")
         _train(recipe_file, run, *options, "train.steps=8", "train.evaluate_every=4")
         _require_equal(_state(run, 8), _state(whole, 8))
-        assert _rows(run) == _rows(whole)
-        assert json.loads((run / "finished.json").read_text())["steps"] == 8
+        assert metrics_of(run) == metrics_of(whole)
+        assert finished(run)["steps"] == 8
         before = (run / "metrics.jsonl").read_bytes()
         _train(recipe_file, run, *options, "train.steps=8", "train.evaluate_every=4")
         assert (run / "metrics.jsonl").read_bytes() == before, "it is finished again"
@@ -95,12 +86,11 @@ def test_a_continued_run_resumes_without_the_checkpoint_that_it_came_from(recipe
     _train(recipe_file, tmp_path / "first", "train.steps=4", "train.schedule=constant")
     source = f"continue_from={tmp_path / 'first' / 'checkpoints' / 'step-000004'}"
     _train(recipe_file, tmp_path / "second", source)
-    whole = _rows(tmp_path / "second")
+    whole = metrics_of(tmp_path / "second")
     shutil.rmtree(tmp_path / "first")
-    (tmp_path / "second" / "finished.json").unlink()
-    shutil.rmtree(tmp_path / "second" / "checkpoints" / "step-000012")  # as if killed after step 8
+    as_if_killed(tmp_path / "second", 8)
     _train(recipe_file, tmp_path / "second", source)
-    assert _rows(tmp_path / "second") == whole
+    assert metrics_of(tmp_path / "second") == whole
 
 
 def test_a_continuation_that_does_not_fit_is_refused(
@@ -143,23 +133,21 @@ STILL = ("train.learning_rate=1e-9", "train.evaluate_every=2", "train.patience=2
 
 def test_a_run_ends_when_tau_does_not_rise(recipe_file: Path, tmp_path: Path) -> None:
     _train(recipe_file, tmp_path / "run", *STILL)
-    rows = _rows(tmp_path / "run")
+    rows = metrics_of(tmp_path / "run")
     assert rows[-1]["step"] == 6, "evaluations at steps 0, 2 | 4, 6"
     assert rows[-1]["ending"]["last_step"] == 6
-    finished = json.loads((tmp_path / "run" / "finished.json").read_text())
-    assert finished["steps"] == 6
+    assert finished(tmp_path / "run")["steps"] == 6
     assert (tmp_path / "run" / "checkpoints" / "step-000006").is_dir()
 
 
 def test_a_stable_run_decays_when_tau_does_not_rise_also_when_it_is_resumed(recipe_file: Path, tmp_path: Path) -> None:
     overrides = (*STILL, "train.schedule=wsd", "train.decay_fraction=0.2", "train.checkpoint_every=1")
     _train(recipe_file, tmp_path / "run", *overrides)
-    rows, state = _rows(tmp_path / "run"), _state(tmp_path / "run", 12)
+    rows, state = metrics_of(tmp_path / "run"), _state(tmp_path / "run", 12)
     rates = [row["lr"] / 1e-9 for row in rows if "lr" in row]
     assert len(rates) == 12, "the decay takes 6 of 30 steps, and begins after step 6"
     assert rates[2:] == pytest.approx([1.0] * 4 + [1 - (i / 6) ** 0.5 for i in range(6)])
-    (tmp_path / "run" / "finished.json").unlink()
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000012")  # as if killed during the decay
+    as_if_killed(tmp_path / "run", 11)  # during the decay
     _train(recipe_file, tmp_path / "run", *overrides)
-    assert _rows(tmp_path / "run") == rows
+    assert metrics_of(tmp_path / "run") == rows
     _require_equal(_state(tmp_path / "run", 12), state)

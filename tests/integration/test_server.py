@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from commands import run, write_prompts, write_rows
 from conftest import LETTERS, make_llama
 from engine_server import Engine, answer_tokens, behind_a_proxy, chat_tokenizer, model_answers
-from transformers_server import free_port, serving
+from forked import free_port
+from transformers_server import serving
 
-from draftsmith.cli import main
 from draftsmith.distill.load_target import load_target
 from draftsmith.distill.server.probe import HOT
 from draftsmith.distill.server.responses import request_seed
@@ -49,15 +50,7 @@ def conversations(tmp_path: Path) -> Path:
         for letter in "abcdef"
     ]
     rows.append({"messages": rows[0]["messages"], "tools": [{"type": "function", "function": {"name": "f"}}]})
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
-
-
-def run(*arguments: Any) -> int:
-    with pytest.raises(SystemExit) as left:
-        main([str(argument) for argument in arguments])
-    return int(left.value.code or 0)
+    return write_rows(tmp_path / "prompts.jsonl", rows)
 
 
 def regenerate(prompts: Path, target: Path, engine: Engine, out: Path, *more: Any) -> list[dict[str, Any]]:
@@ -163,42 +156,6 @@ def test_another_model_is_refused_before_the_run(recipe_file: Path) -> None:
         assert all(body["temperature"] == 0 for body in engine.asked)
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        (["data.response=text"], "response='text'"),
-        (["data.server.url=h"], "expected an address"),
-        (["data.server.route=post"], "'auto', 'chat' or 'completion'"),
-        (["data.server.top=1"], r"did you mean data\.server\.top_p"),
-    ],
-)
-def test_recipes_that_do_not_fit(keys: list[str], message: str, recipe_file: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_recipe(str(recipe_file), ["data.server={url: 'http://h', model: tiny}", *keys])
-
-
-def test_options_that_do_not_fit(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for more, message in (
-        (["--model", "m"], "--model without --server"),
-        (["--top-p", "0.5"], "--top-p without --server"),
-        (["--attn-implementation", "flex"], "--attn-implementation='flex'; expected sdpa, eager, flash_attention_2"),
-        (["--chat-template", "nosuch"], "--chat-template=nosuch; expected a file"),
-        (["--server", "http://h"], "--model is missing"),
-        (["--server", "http://h", "--model", "m", "--drafter", "suffix"], "--drafter suffix with --server"),
-        (["--server", "http://h", "--model", "m", "--extra-body", "{"], "is not JSON"),
-        (
-            ["--server", "http://h", "--model", "m", "--extra-body", "[]"],
-            "--extra-body=[]; expected a valid",
-        ),
-        (["--server", "http://u:hunter2@h", "--model", "m"], "DRAFTSMITH_SERVER_KEY"),
-    ):
-        assert run("data", "regenerate", "user/prompts", "--target", folder, "--out", tmp_path / "o", *more) == 2
-        err = capsys.readouterr().err
-        assert message in err
-        assert err.count("\n") == 1
-        assert "hunter2" not in err
-
-
 def test_without_the_extra_a_server_is_refused(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("draftsmith.distill.data_section.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[serve\]'"):
@@ -207,8 +164,7 @@ def test_without_the_extra_a_server_is_refused(recipe_file: Path, monkeypatch: p
 
 @pytest.mark.slow
 def test_a_killed_command_asks_only_for_the_rest(folder: Path, tmp_path: Path) -> None:
-    prompts = tmp_path / "many.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"{a}{b}{a}"}) + "\n" for a in "abcdefgh" for b in "ijklmnop"))
+    prompts = write_prompts(tmp_path / "many.jsonl", *(f"{a}{b}{a}" for a in "abcdefgh" for b in "ijklmnop"))
 
     def slowly(*asked: Any) -> list[int]:
         time.sleep(0.1)
@@ -241,8 +197,7 @@ def test_a_killed_command_asks_only_for_the_rest(folder: Path, tmp_path: Path) -
 def test_transformers_serve_is_killed_and_so_are_we(folder: Path, recipe_file: Path, tmp_path: Path) -> None:
     """Both end in the middle and start again; the server is measured, and a drafter trained on its greedy answers."""
     (tmp_path / "home" / "hub").mkdir(parents=True)
-    prompts = tmp_path / "many.jsonl"
-    prompts.write_text("".join(json.dumps({"turns": [letter * 2, "x", "y"]}) + "\n" for letter in LETTERS))
+    prompts = write_rows(tmp_path / "many.jsonl", ({"turns": [letter * 2, "x", "y"]} for letter in LETTERS))
     port = free_port()
     out = tmp_path / "out.jsonl"
     command = ["data", "regenerate", prompts, "--target", folder, "--server", f"http://127.0.0.1:{port}", "--model"]
@@ -256,31 +211,9 @@ def test_transformers_serve_is_killed_and_so_are_we(folder: Path, recipe_file: P
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
     assert not out.exists()
-    measured = [
-        "eval",
-        "server",
-        f"http://127.0.0.1:{port}",
-        "--target",
-        folder,
-        "--model",
-        folder,
-        "--prompts",
-        prompts,
-    ]
-    measured += [
-        "--prompts",
-        prompts,
-        "--count",
-        6,
-        "--temperature",
-        0,
-        "--concurrency",
-        1,
-        "--concurrency",
-        2,
-        "--max-new-tokens",
-        8,
-    ]
+    measured = ["eval", "server", f"http://127.0.0.1:{port}", "--target", folder, "--model", folder]
+    measured += ["--prompts", prompts, "--count", 6, "--temperature", 0, "--concurrency", 1, "--concurrency", 2]
+    measured += ["--max-new-tokens", 8]
     with serving(folder, tmp_path / "home", port):
         assert run(*command) == 0
         assert run(*measured, "--out", tmp_path / "alone") == 0

@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+from commands import run, write_prompts
 from conftest import make_llama
 from piece_tokenizer import make_piece_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from draftsmith.cli import main
 
 
 @pytest.fixture
@@ -27,19 +26,13 @@ def _written(folder: Path, prompt: str, count: int) -> str:
     return tokenizer.decode(found[0], skip_special_tokens=True)
 
 
-def _main(*arguments: object) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(list(map(str, arguments)))
-    assert not stop.value.code
-
-
 def _prompt_before_a_space(folder: Path) -> str:
     return next(text for text in "abcdefghijklmnopqrstuvwxyz" if _written(folder, text, 1)[1:2] == " ")
 
 
 def test_generate_keeps_the_space_after_the_prompt(folder: Path, capsys: pytest.CaptureFixture) -> None:
     prompt = _prompt_before_a_space(folder)
-    _main("generate", prompt, "--target", folder, "--max-new-tokens", 12)
+    assert not run("generate", prompt, "--target", folder, "--max-new-tokens", 12)
     assert capsys.readouterr().out == _written(folder, prompt, 12) + "\n"
 
 
@@ -47,14 +40,14 @@ def test_regenerate_keeps_the_space_before_a_response(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     prompt = _prompt_before_a_space(folder)
-    (tmp_path / "asked.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
+    write_prompts(tmp_path / "asked.jsonl", prompt)
     out = tmp_path / "answers.jsonl"
     options = ["--out", out, "--response-tokens", 12, "--temperature", 0]
-    _main("data", "regenerate", tmp_path / "asked.jsonl", "--target", folder, *options)
+    assert not run("data", "regenerate", tmp_path / "asked.jsonl", "--target", folder, *options)
     row = json.loads(out.read_text())
     assert row["prompt"] + row["response"] == _written(folder, prompt, 12)
     assert row["response"].startswith(" ")
     capsys.readouterr()
-    _main("data", "preview", out, "--target", folder)
+    assert not run("data", "preview", out, "--target", folder)
     shown = capsys.readouterr().out
     assert f"{prompt}⟦{row['response'].rstrip()}" in shown

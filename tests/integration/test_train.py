@@ -6,8 +6,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from commands import write_rows
 from conftest import LETTERS, mostly_slow
 from forked import Processes, Server
+from run_results import as_if_killed, finished, losses_of, metrics_of, taus_of
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -39,35 +39,10 @@ from draftsmith.train.recipe import load_recipe
 from draftsmith.train.run_folder import read_metrics
 
 
-def _launched(recipe: Path, *overrides: str, processes: int) -> subprocess.CompletedProcess:
-    """Run a recipe through accelerate's launcher."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    # accelerate's --cpu would start one process, whatever number it is given; --multi_gpu is torchrun.
-    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes)]
-    launch += ["--num_machines", "1"]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", port]
-    command = [sys.executable, *launch, "-m", "draftsmith.train", str(recipe), *overrides]
-    return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-
-
 @pytest.fixture(scope="module")
 def forked(run_server: Server, tmp_path_factory: pytest.TempPathFactory) -> Processes:
     """Starts runs that import nothing anew, with one cache of samples for all of them."""
     return Processes(run_server, {"DRAFTSMITH_CACHE": str(tmp_path_factory.mktemp("cache"))})
-
-
-def _losses(folder: Path) -> list[float]:
-    return [row["loss"] for row in read_metrics(folder) if "loss" in row]
-
-
-def _comparable(folder: Path) -> list[dict[str, Any]]:
-    """The metrics without what depends on the clock."""
-    return [
-        {k: v for k, v in row.items() if k not in ("seconds", "seconds_by_part", "tokens_per_second", "memory_bytes")}
-        for row in read_metrics(folder)
-    ]
 
 
 LEARNERS = {
@@ -97,7 +72,7 @@ def test_a_drafter_learns_to_agree(drafter: str, recipe_file: Path, tmp_path: Pa
     steps = 120 if drafter in ("hass", "dflash with all of it") else 30
     overrides = [f"drafter.type={drafter.split()[0]}", f"train.steps={steps}", "train.learning_rate=1e-2"]
     folder = loop.train(load_recipe(str(recipe_file), [*overrides, *RARELY, *LEARNERS[drafter]]))
-    losses = _losses(tmp_path / "run")
+    losses = losses_of(tmp_path / "run")
     assert len(losses) == steps
     # With 20 of 64 tokens much of the target's mass is out of reach, and pruned layers begin near their goal.
     assert sum(losses[-5:]) < (0.97 if "tokens" in drafter or "lora" in drafter else 0.9) * sum(losses[:5])
@@ -108,9 +83,7 @@ def test_a_drafter_learns_to_agree(drafter: str, recipe_file: Path, tmp_path: Pa
     prompt = [5, 6, 7, 8]
     out = decoder.generate(prompt, max_new_tokens=30)
     assert out.tokens == SpeculativeDecoder(target).generate(prompt, max_new_tokens=30).tokens
-    evaluations = [row["evaluation"]["tau"] for row in read_metrics(tmp_path / "run") if "evaluation" in row]
-    best = json.loads((tmp_path / "run" / "finished.json").read_text())
-    assert best["best_tau"] == max(evaluations)
+    assert finished(tmp_path / "run")["best_tau"] == max(taus_of(tmp_path / "run"))
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2
 
 
@@ -118,9 +91,8 @@ def test_of_equal_taus_the_last_is_kept(recipe_file: Path, tmp_path: Path) -> No
     # One token comes from the prompt's pass and one from the only round, whose draft has no room: tau is 1.
     settings = ["train.steps=2", "train.evaluate_every=1", "evaluation.max_new_tokens=2"]
     loop.train(load_recipe(str(recipe_file), settings))
-    taus = [row["evaluation"]["tau"] for row in read_metrics(tmp_path / "run") if "evaluation" in row]
-    assert taus == [1.0, 1.0, 1.0]
-    assert json.loads((tmp_path / "run" / "finished.json").read_text())["best_step"] == 2
+    assert taus_of(tmp_path / "run") == [1.0, 1.0, 1.0]
+    assert finished(tmp_path / "run")["best_step"] == 2
 
 
 @pytest.mark.parametrize(
@@ -146,7 +118,7 @@ def test_an_encoder_decoder_draft_model_learns(
     with pytest.raises(ConfigError, match=r"data\.train_on='all' with a target of model_type='t5'; expected 'answers'"):
         loop.train(load_recipe(str(recipe_file), [*overrides, "data.train_on=all"]))
     folder = loop.train(load_recipe(str(recipe_file), overrides))
-    losses = _losses(tmp_path / "run")
+    losses = losses_of(tmp_path / "run")
     assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
     target = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "t5")
     drafter = load_drafter(folder, target, AutoTokenizer.from_pretrained(tmp_path / "t5"))
@@ -160,14 +132,12 @@ def test_an_encoder_decoder_draft_model_learns(
 def test_a_killed_run_of_any_drafter_resumes_exactly(drafter: str, recipe_file: Path, tmp_path: Path) -> None:
     """Feature noise, random anchors, Muon's momentum and the last alpha are functions of the step or saved with it."""
     overrides = [f"drafter.type={drafter.split()[0]}", *LEARNERS[drafter], "objective.kind=lk_lambda"]
-    whole = loop.train(load_recipe(str(recipe_file), [*overrides, f"output={tmp_path / 'whole'}"]))
-    recipe = load_recipe(str(recipe_file), [*overrides, f"output={tmp_path / 'cut'}"])
+    recipe, run = load_recipe(str(recipe_file), overrides), tmp_path / "run"
+    weights = loop.train(recipe) / "model.safetensors"
+    whole = metrics_of(run), weights.read_bytes()
+    as_if_killed(run, 8)
     loop.train(recipe)
-    (tmp_path / "cut" / "finished.json").unlink()
-    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step-000012")  # as if killed after step 8
-    again = loop.train(recipe)
-    assert _comparable(tmp_path / "whole") == _comparable(tmp_path / "cut")
-    assert (whole / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+    assert (metrics_of(run), weights.read_bytes()) == whole
 
 
 @pytest.mark.parametrize("drafter", mostly_slow(["medusa", "eagle3"], "medusa"))
@@ -189,8 +159,6 @@ def test_drafter_and_target_are_trained_together(drafter: str, recipe_file: Path
     assert loaded.target_quality == quality
     halved = load_target(str(tmp_path / "run" / "target"), dtype="float16")
     assert load_drafter(folder, halved.model).target_quality == quality
-    out = SpeculativeDecoder(adapted.model, loaded).generate([5, 6, 7, 8], max_new_tokens=30)
-    assert out.tokens == SpeculativeDecoder(adapted.model).generate([5, 6, 7, 8], max_new_tokens=30).tokens
     ids = torch.arange(2, 30)[None]
     p_log, q_log = (one.model(ids).logits.log_softmax(-1) for one in (plain, adapted))
     assert 0 <= float((p_log.exp() * (p_log - q_log)).sum(-1).mean()) < 0.5
@@ -215,10 +183,7 @@ def test_a_target_that_moved_too_far_keeps_no_drafter(recipe_file: Path, tmp_pat
         (["drafter.type=eagle3"], "target has 2 layers; expected at least 4"),
         (["drafter.type=eagle3", "drafter.layers=[1,3]"], r"layers=\[1, 3\]; expected 1 to 2"),
         (["drafter.type=medusa", "drafter.draft_vocab_size=65"], r"draft_vocab_size=65; expected 1 to 64"),
-        (
-            ["drafter.type=medusa", "drafter.num_heads=200"],
-            r"num_heads=200; expected >= 1 and below the target",
-        ),
+        (["drafter.type=medusa", "drafter.num_heads=200"], r"num_heads=200; expected >= 1 and below the target"),
         (["drafter.keep=[0,2]", "drafter.init=target_layers"], r"drafter\.keep=\[0, 2\]; expected rising layers"),
         (["drafter.type=medusa", "train.draft_length=4"], r"train\.draft_length=4; expected at most 3"),
         (["cotrain.modules=[q_proj, embed_tokens]"], r"cotrain\.modules=\['embed_tokens'\]; expected layers inside"),
@@ -258,7 +223,8 @@ SAME_LOSSES: dict[str, tuple[int, tuple[str, ...]]] = {
     "together_two": (2, TOGETHER),
 }
 """Processes (0: this one alone) and overrides. Losses are those of `one`; those of `lambda` and `together` differ."""
-FEW = ("one", "two_accumulated", "cached_two", "together", "together_two")
+FEW = ("one", "accumulated", "cached", "together")
+"""Those of this process; tests/integration/test_engines.py has two processes."""
 
 
 @pytest.mark.parametrize("names", mostly_slow([FEW, tuple(SAME_LOSSES)], FEW), ids=["few", "all"])
@@ -269,21 +235,20 @@ def test_two_processes_and_accumulation_give_the_same_losses(
     for name in names:
         processes, overrides = SAME_LOSSES[name]
         arguments = (f"output={tmp_path / name}", "train.evaluate_every=12", "evaluation.count=1", *overrides)
-        if name == "two":  # one of them through the launcher
-            result = _launched(recipe_file, *arguments, processes=processes)
-            assert result.returncode == 0, result.stderr[-2000:]
-        elif processes:
+        if processes:
             log, environment = tmp_path / f"{name}.log", {"ACCELERATE_USE_CPU": "true"}
             started = forked.start([str(recipe_file), *arguments], log, processes, environment)
             assert forked.wait(started) == [0] * processes, log.read_text()[-2000:]
         else:
             loop.train(load_recipe(str(recipe_file), list(arguments)))
-        curves[name] = torch.tensor(_losses(tmp_path / name))
+        curves[name] = torch.tensor(losses_of(tmp_path / name))
     assert len(curves["one"]) == 12
     for name in names:
         kind = name.partition("_")[0]
         reference = kind if kind in ("lambda", "together") else "one"
         torch.testing.assert_close(curves[name], curves[reference], atol=1e-5, rtol=0)
+    if "together" in names:
+        assert not torch.allclose(curves["together"], curves["one"], atol=1e-3)
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(
@@ -291,9 +256,9 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
 ) -> None:
     recipe = load_recipe(str(recipe_file))
     loop.train(recipe)
-    expected, drafter = _comparable(tmp_path / "run"), tmp_path / "run" / "drafter" / "model.safetensors"
+    expected, drafter = metrics_of(tmp_path / "run"), tmp_path / "run" / "drafter" / "model.safetensors"
     before = drafter.read_bytes()
-    (tmp_path / "run" / "finished.json").unlink()
+    as_if_killed(tmp_path / "run", 12)
     checkpoints = tmp_path / "run" / "checkpoints"
     weights = max(checkpoints.iterdir()) / "model.safetensors"
     whole = weights.read_bytes()
@@ -302,9 +267,9 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     said = " ".join(capfd.readouterr().err.split())
     assert "checkpoint step-000012 cannot be read" in said
     assert "resuming after step 8" in said
-    assert _comparable(tmp_path / "run") == expected
+    assert metrics_of(tmp_path / "run") == expected
     assert drafter.read_bytes() == before
-    (tmp_path / "run" / "finished.json").unlink()
+    as_if_killed(tmp_path / "run", 12)
     shutil.copytree(checkpoints / "step-000008", checkpoints / "step-000002")  # a kill came before its deletion
     loop.train(recipe)
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000008", "step-000012"]
@@ -318,9 +283,9 @@ def test_a_finished_run_is_left_alone(recipe_file: Path, tmp_path: Path) -> None
     assert before == {file: file.stat().st_mtime_ns for file in (tmp_path / "run").rglob("*")}
 
 
-@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize("ended", [False, True])
 def test_a_drafter_that_is_gone_is_measured_and_saved_again(
-    finished: bool,
+    ended: bool,
     recipe_file: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -343,17 +308,16 @@ def test_a_drafter_that_is_gone_is_measured_and_saved_again(
     loop.train(load_recipe(str(recipe_file), ["train.steps=1", f"output={tmp_path}/other"]))
     monkeypatch.setattr(loop.TrainingRun, "_measure", worse)
     drafter = loop.train(recipe)
-    assert json.loads((tmp_path / "run" / "finished.json").read_text())["best_step"] == 6
+    assert finished(tmp_path / "run")["best_step"] == 6
     shutil.rmtree(drafter)
-    if not finished:
-        (tmp_path / "run" / "finished.json").unlink()
-        shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000012")
+    if not ended:
+        as_if_killed(tmp_path / "run", 8)
     measured.clear()
     assert loop.train(recipe) == drafter
-    assert measured == ([12] if finished else [8, 12])
+    assert measured == ([12] if ended else [8, 12])
     assert load_file(drafter / "model.safetensors")
-    summary = json.loads((tmp_path / "run" / "finished.json").read_text())
-    assert (summary["best_step"], summary["best_tau"]) == ((12, 1.1) if finished else (8, 1.2))
+    summary = finished(tmp_path / "run")
+    assert (summary["best_step"], summary["best_tau"]) == ((12, 1.1) if ended else (8, 1.2))
     assert f"{drafter} is gone" in " ".join(capfd.readouterr().err.split())
     shutil.rmtree(drafter)
     shutil.rmtree(tmp_path / "run" / "checkpoints")
@@ -375,23 +339,18 @@ def test_a_run_with_another_draft_vocabulary_is_not_continued(place: str, recipe
     """Its rows of the lm_head are trained for the tokens of the vocabulary that the run began with."""
 
     def answers(text: str) -> None:
-        rows = [{"prompt": LETTERS[i : i + 4], "response": text} for i in range(20)]
-        (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(tmp_path / "answers.jsonl", [{"prompt": LETTERS[i : i + 4], "response": text} for i in range(20)])
 
     def recipe(output: str, *more: str) -> Any:
         file = [f"data.prompts={tmp_path}/answers.jsonl", "data.response=text", f"output={tmp_path}/{output}"]
         return load_recipe(str(recipe_file), ["drafter={type: mtp, train_steps: 1}", *SMALL, *file, *more])
 
-    def begin(*more: str) -> None:
-        answers("abcdefghijklm")
-        loop.train(recipe("run", "train.steps=2", *more))
-
     more: list[str] = []
+    answers("abcdefghijklm")
     if place == "start_from":
-        answers("abcdefghijklm")
         loop.train(recipe("source", "train.steps=2"))
         more = [f"start_from={tmp_path}/source/drafter"]
-    begin(*more)
+    loop.train(recipe("run", "train.steps=2", *more))
     loop.train(recipe("run", "train.steps=4", *more))
     answers("nopqrstuvwxyz")
     if place == "start_from":
@@ -411,17 +370,6 @@ def test_a_run_with_another_draft_vocabulary_is_not_continued(place: str, recipe
     answers("abcdefghijklm")
     if place != "start_from":
         loop.train(recipe("further" if place == "continue_from" else "run", "train.steps=6", *more))
-
-
-def test_bad_recipes_stop_with_one_line(recipe_file: Path, tmp_path: Path, forked: Processes) -> None:
-    log = tmp_path / "log"
-    started = forked.start([str(recipe_file), "train.batch_size=7", "train.gradient_accumulation=2"], log, 1, {})
-    assert forked.wait(started) == [2]
-    line = log.read_text().strip().splitlines()[-1]
-    assert line.startswith("ConfigError: train.batch_size=7; expected a multiple of 2")
-    assert not (tmp_path / "run").exists()
-    with pytest.raises(ConfigError, match="expected more than evaluation"):
-        loop.train(load_recipe(str(recipe_file), ["evaluation.count=40"]))
 
 
 def test_variables_of_an_ended_launch_are_named(recipe_file: Path, tmp_path: Path, forked: Processes) -> None:
@@ -461,8 +409,8 @@ def test_bad_files_stop_a_run_before_the_target_is_loaded(
 
 def test_the_first_drafter_is_kept_where_no_evaluation_has_a_round(recipe_file: Path, tmp_path: Path) -> None:
     """Every token ends a text, so that the target's first one, which no draft precedes, is the last."""
-    file, target = tmp_path / "texts.jsonl", tmp_path / "ending"
-    file.write_text("".join(json.dumps({"text": LETTERS[i % 9 :]}) + "\n" for i in range(20)))
+    file = write_rows(tmp_path / "texts.jsonl", ({"text": LETTERS[i % 9 :]} for i in range(20)))
+    target = tmp_path / "ending"
     shutil.copytree(load_recipe(str(recipe_file)).target.model, target)
     ending = GenerationConfig(eos_token_id=list(range(64)))
     ending.save_pretrained(target)
@@ -479,7 +427,7 @@ def test_compiled_blocks_train_the_same(recipe_file: Path, tmp_path: Path) -> No
     for name, value in (("plain", "false"), ("compiled", "true")):
         overrides = [f"train.compile={value}", "train.steps=3", "evaluation.count=1", f"output={tmp_path / name}"]
         loop.train(load_recipe(str(recipe_file), overrides))
-    assert _losses(tmp_path / "compiled") == pytest.approx(_losses(tmp_path / "plain"), rel=1e-4)
+    assert losses_of(tmp_path / "compiled") == pytest.approx(losses_of(tmp_path / "plain"), rel=1e-4)
 
 
 DRAFTERS = {"draft_model": ["drafter.num_hidden_layers=2"], "eagle": ["drafter.train_steps=2"], "medusa": []}
@@ -494,7 +442,7 @@ def test_what_saves_memory_changes_no_number(kind: str, recipe_file: Path, tmp_p
     for name, more in (("plain", []), ("saving", saving)):
         output = [f"output={tmp_path / name}"]
         loop.train(load_recipe(str(recipe_file), [*overrides, *more, *output]))
-        curves.append(_losses(tmp_path / name))
+        curves.append(losses_of(tmp_path / name))
     # Chunks are summed in another order; nothing else differs, bit by bit.
     assert curves[1] == pytest.approx(curves[0], rel=1e-5, abs=1e-6)
 
@@ -530,6 +478,6 @@ def test_a_run_says_what_memory_it_will_take_and_took(
     )
     estimated = r"\d+ MiB estimated while sampling, \d+ MiB estimated in training"
     assert re.search(rf"peak memory \d+ MiB \({estimated}\)", said)
-    stored = json.loads((tmp_path / "run" / "finished.json").read_text())["memory"]
+    stored = finished(tmp_path / "run")["memory"]
     assert stored["estimated_bytes"] > 0
     assert all(row["memory_bytes"] <= stored["peak_bytes"] for row in read_metrics(tmp_path / "run") if "loss" in row)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import mostly_slow
 from forked import Processes, Server
 
 from draftsmith.train.run_folder import read_metrics
@@ -82,7 +83,7 @@ def test_two_recipes_on_one_target_share_a_cold_cache(started: Started) -> None:
     assert sorted(int(found[1]) for found in built) == [0, int(built[0][2])]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", mostly_slow([1, 2], 1))
 def test_a_waiting_run_continues_with_the_parts_of_a_killed_run(processes: int, started: Started) -> None:
     seed = f"train.seed={1 + processes}"
     (first,) = started.train("first", seed, note_calls=started.noted("answers", pause_at=4))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from run_results import metrics_of
 from safetensors.torch import load_file
 
 from draftsmith.distill.dataset import hold_back
@@ -15,16 +16,10 @@ from draftsmith.errors import ConfigError
 from draftsmith.train import trainer
 from draftsmith.train.launch import make_accelerator
 from draftsmith.train.recipe import load_recipe
-from draftsmith.train.run_folder import read_metrics
 from draftsmith.train.step import batch_indices
 
 VALIDATED = ("drafter.type=eagle", "drafter.noise=0.2", "data.validation=5", "train.checkpoint_every=1")
 VALIDATED += ("train.keep_checkpoints=12",)
-
-
-def _rows(folder: Path) -> list[dict[str, Any]]:
-    clock = ("seconds", "seconds_by_part", "tokens_per_second", "memory_bytes")
-    return [{key: value for key, value in row.items() if key not in clock} for row in read_metrics(folder)]
 
 
 def test_the_loss_is_the_mean_objective_over_samples_that_are_not_trained_on(
@@ -42,7 +37,7 @@ def test_the_loss_is_the_mean_objective_over_samples_that_are_not_trained_on(
     recipe = load_recipe(str(recipe_file), [*VALIDATED])
     trainer.train(recipe)
     assert set(trained) == set(range(40 - 4 - 5)), "the last 4 prompts are decoded, the 5 before them are validated"
-    validated = {row["step"]: row["validation"] for row in _rows(tmp_path / "run") if "validation" in row}
+    validated = {row["step"]: row["validation"] for row in metrics_of(tmp_path / "run") if "validation" in row}
     assert list(validated) == [0, 6, 12]
     said = capsys.readouterr().err
     assert f"validation loss {validated[12]['loss']:.3f}" in said
@@ -102,5 +97,5 @@ def test_responses_and_packed_rows_share_no_prompt_with_training(pack: str, reci
                 start += length
     assert not openings[0] & openings[1]
     assert torch.isfinite(
-        torch.tensor([row["validation"]["loss"] for row in _rows(tmp_path / "run") if "validation" in row])
+        torch.tensor([row["validation"]["loss"] for row in metrics_of(tmp_path / "run") if "validation" in row])
     ).all()

@@ -1,10 +1,10 @@
 """Every shipped recipe goes through the real entry point, on a tiny target, and its drafter decodes."""
 
-import json
 from pathlib import Path
 
 import pytest
-from conftest import make_llama
+from commands import write_prompts
+from conftest import make_llama, mostly_slow
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith import SpeculativeDecoder, load_drafter
@@ -26,30 +26,24 @@ def deep_target_folder(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) 
 RECIPES = {name: load_recipe(name) for name in shipped_recipes()}
 EMBEDDED = [name for name, one in RECIPES.items() if one.target.model == "embedded" and one.start_from is None]
 """tests/integration/test_distillation.py has the recipe that starts from a drafter."""
-SECOND = {name for name in EMBEDDED if name.endswith("/any_prompts")} - {"draft_model/any_prompts"}
-"""Recipes with the drafter of another one."""
 ESTIMATED = ("dspark/embedded", "medusa2/embedded")
-"""Recipes whose runs estimate their memory in `make test`."""
-RUNS = [
-    *((name, name in ESTIMATED) for name in EMBEDDED if name not in SECOND),
-    *(pytest.param(name, name not in SECOND, marks=pytest.mark.slow) for name in EMBEDDED if name not in ESTIMATED),
-]
+FAST = (*ESTIMATED, "hass/embedded", "peagle/embedded", "quickstart/draft_model", "quickstart/mtp")
+"""Recipes in `make test`, one for each drafter that tests/recipes/test_real_models.py does not train there; only the
+runs of `ESTIMATED` estimate their memory."""
 
 
-@pytest.mark.parametrize(("name", "estimated"), RUNS)
+@pytest.mark.parametrize("name", mostly_slow(EMBEDDED, *FAST))
 def test_a_recipe_trains_and_its_drafter_decodes(
     name: str,
-    estimated: bool,
     deep_target_folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    if not estimated:
+    if name in FAST and name not in ESTIMATED:
         request.getfixturevalue("without_estimate")
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": "abcdefgh"[i % 5 :]}) + "\n" for i in range(24)))
+    prompts = write_prompts(tmp_path / "prompts.jsonl", *("abcdefgh"[i % 5 :] for i in range(24)))
     out = tmp_path / "run"
     small = (
         f"output={out}",

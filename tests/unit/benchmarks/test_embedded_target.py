@@ -13,13 +13,7 @@ from draftsmith.distill.embedded import embedded_target, read_modules
 from draftsmith.distill.load_target import load_target
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
-from embedded_target import (
-    EmbeddedRecipe,
-    Stage,
-    build,
-    encode_corpus,
-    heldout_loss,
-)
+from embedded_target import EmbeddedRecipe, Stage, build, encode_corpus, heldout_loss
 
 sys.path.pop()
 

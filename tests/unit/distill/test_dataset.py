@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from commands import write_rows
 from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
-from transformers import (
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import PreTrainedTokenizerFast
 
 from draftsmith.distill import dataset
 from draftsmith.distill.chat_template import Chat
@@ -30,19 +28,8 @@ from draftsmith.distill.packing import pack
 from draftsmith.errors import ConfigError
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def loaded(tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) -> LoadedTarget:
-    return LoadedTarget(tiny_target, tiny_tokenizer, "tiny", None)
-
-
 def write(file: Path, rows: list[dict[str, Any]]) -> str:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(file)
+    return str(write_rows(file, rows))
 
 
 def source_of(prompts: str, count: int, prompt_tokens: int, response_tokens: int, **more: Any) -> DataSection:
@@ -149,6 +136,22 @@ def test_what_the_chat_template_refuses_is_left_out_and_counted(loaded: LoadedTa
         match = rf"{of} rows cannot be used, such as .*p\.jsonl:{9 if count == 10 else 100}: .* \(no system, please\)"
         with pytest.raises(ConfigError, match=match):
             read_examples(Chat(loaded.tokenizer), settings, 128, lambda _: None)
+
+
+def test_what_is_far_too_long_is_not_tokenised(tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    longest: list[int] = []
+
+    class Watched(type(tiny_tokenizer)):
+        def __call__(self, text: str, **options: object) -> object:
+            longest.append(len(text))
+            return super().__call__(text, **options)
+
+    tiny_tokenizer.__class__ = Watched
+    source = write(tmp_path / "p.jsonl", [{"prompt": text} for text in ("abc", "a" * 10_000_000)])
+    said: list[str] = []
+    assert len(read_examples(Chat(tiny_tokenizer), source_of(source, 10, 8, 8), None, said.append)) == 1
+    assert said == [f"{source}: 1 of 2 have more than 2,048 characters: left out"]
+    assert max(longest) == 3
 
 
 def test_conversations_that_continue_differently_are_no_twins(loaded: LoadedTarget, tmp_path: Path) -> None:

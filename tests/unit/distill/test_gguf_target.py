@@ -16,12 +16,6 @@ gguf = pytest.importorskip("gguf")
 PROMPT = torch.tensor([[5, 290, 33, 2, 5, 120]])
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
     return tiny_llama()

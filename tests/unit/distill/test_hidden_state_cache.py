@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,11 +26,6 @@ LAYERS = (1, FINAL)
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
-
-
 def rows_of(count: int = 10) -> Dataset:
     generator = torch.Generator().manual_seed(0)
     lengths = [5 + (3 * row) % 7 for row in range(count)]
@@ -37,10 +33,17 @@ def rows_of(count: int = 10) -> Dataset:
     return Dataset.from_list([{"input_ids": row, "spans": [[2, len(row)]]} for row in ids])
 
 
-def built(dtype: str, rows: Dataset, gain: float = 1.0) -> tuple[SignalCache, OnlineTeacher]:
+def cache_of(
+    rows: Dataset, dtype: str = "float32", layers: tuple[int, ...] = LAYERS, gain: float = 1.0, **options: Any
+) -> tuple[SignalCache, OnlineTeacher]:
+    """Return the cache of a new target, with nothing in it unless an equal one was built before."""
     model = make_llama().requires_grad_(False)
     model.model.norm.weight *= gain
-    cache, teacher = SignalCache(model, rows, LAYERS, dtype, shard_rows=4), OnlineTeacher(model, LAYERS)
+    return SignalCache(model, rows, layers, dtype, shard_rows=4, **options), OnlineTeacher(model, layers)
+
+
+def built(rows: Dataset, *how: Any, **options: Any) -> tuple[SignalCache, OnlineTeacher]:
+    cache, teacher = cache_of(rows, *how, **options)
     cache.build(cache.missing()[0], teacher, lambda: None, batch=3)
     return cache, teacher
 
@@ -59,6 +62,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not tell the memory of a process")
 def test_memory_does_not_grow_with_the_tokens_of_a_shard() -> None:
     """The logits of 100 parts take 1 GB together. The heap is used as after sampling, when glibc keeps such blocks."""
@@ -81,7 +85,7 @@ def test_states_come_back(dtype: str, bits: int, gain: float) -> None:
     model differ by 1e-5 of it.
     """
     rows = rows_of()
-    cache, teacher = built(dtype, rows, gain)
+    cache, teacher = built(rows, dtype, gain=gain)
     online, cached = both(cache, teacher, rows)
     pairs = ((online.hidden_BTH, cached.hidden_BTH), (online.features_BTF, cached.features_BTF))
     largest = torch.cat([seen(a, online) for a, _ in pairs], -1).abs().amax(-1, keepdim=True)
@@ -95,9 +99,8 @@ def test_states_come_back(dtype: str, bits: int, gain: float) -> None:
 
 @pytest.mark.parametrize("layers", [(), (FINAL,), (FINAL, 2, 1), (1, FINAL, 2)])
 def test_every_order_of_layers_comes_back(layers: tuple[int, ...]) -> None:
-    rows, model = rows_of(), make_llama().requires_grad_(False)
-    cache, teacher = SignalCache(model, rows, layers, "float32", shard_rows=4), OnlineTeacher(model, layers)
-    cache.build(cache.missing()[0], teacher, lambda: None, batch=3)
+    rows = rows_of()
+    cache, teacher = built(rows, "float32", layers)
     online, cached = both(cache, teacher, rows)
     assert (online.features_BTF is None) == (cached.features_BTF is None) == (not layers)
     for a, b in ((online.hidden_BTH, cached.hidden_BTH), (online.features_BTF, cached.features_BTF)):
@@ -107,22 +110,19 @@ def test_every_order_of_layers_comes_back(layers: tuple[int, ...]) -> None:
 
 def test_drafters_of_the_final_states_share_a_cache() -> None:
     """The second one finds every shard, whichever of them wrote it."""
-    rows, model = rows_of(), make_llama().requires_grad_(False)
-    first, second = (SignalCache(model, rows, layers, "float32", shard_rows=4) for layers in ((), (FINAL,)))
-    first.build(first.missing()[0], OnlineTeacher(model), lambda: None)
+    rows = rows_of()
+    built(rows, "float32", ())
+    second, teacher = cache_of(rows, "float32", (FINAL,))
     assert second.missing() == ([], [])
-    online, cached = both(second, OnlineTeacher(model, (FINAL,)), rows)
-    assert online.features_BTF is not None
-    assert cached.features_BTF is not None
+    online, cached = both(second, teacher, rows)
     torch.testing.assert_close(
         seen(cached.features_BTF, online), seen(online.features_BTF, online), rtol=1e-5, atol=1e-5
     )
 
 
-def test_a_killed_build_continues_and_damage_costs_one_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_build_continues_and_damage_costs_one_shard() -> None:
     rows = rows_of()
-    model = make_llama().requires_grad_(False)
-    cache, teacher = SignalCache(model, rows, LAYERS, "float32", shard_rows=4), OnlineTeacher(model, LAYERS)
+    cache, teacher = cache_of(rows)
 
     def until_killed() -> Iterator[int]:
         yield 0
@@ -137,13 +137,13 @@ def test_a_killed_build_continues_and_damage_costs_one_shard(monkeypatch: pytest
     whole = file.read_bytes()
     file.write_bytes(whole[:-9] + b"123456789")
     (cache.folder / "shard-00002.json").unlink()
-    wanted, problems = SignalCache(model, rows, LAYERS, "float32", shard_rows=4).missing()
+    again, _ = cache_of(rows)
+    wanted, problems = again.missing()
     assert wanted == [1, 2]
     assert problems == [
         "teacher cache: shard-00001.safetensors does not match its checksum; building it again",
         "teacher cache: shard-00002.safetensors has no readable checksum file; building it again",
     ]
-    again = SignalCache(model, rows, LAYERS, "float32", shard_rows=4)
     again.build(wanted, teacher, lambda: None)
     assert file.read_bytes() == whole
 
@@ -153,9 +153,9 @@ def test_shards_that_change_places_with_their_notes_are_built_again() -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(2, 64, (8, 5), generator=generator).tolist()
     rows = Dataset.from_list([{"input_ids": row, "spans": [[2, 5]]} for row in ids])
-    cache, teacher = built("float32", rows)
+    cache, teacher = built(rows)
     (expected,) = cache.read([1])
-    fresh = SignalCache(teacher.model, rows, LAYERS, "float32", shard_rows=4)
+    fresh, _ = cache_of(rows)
     for suffix in (".safetensors", ".json"):
         one, other = (cache.folder / f"shard-0000{shard}{suffix}" for shard in (0, 1))
         one.rename(cache.folder / "spare")
@@ -173,9 +173,9 @@ def test_shards_that_change_places_with_their_notes_are_built_again() -> None:
 
 @pytest.mark.parametrize("note", ["[]", "7", "{}", "nothing"])
 def test_a_note_that_is_none_is_named(note: str) -> None:
-    cache, teacher = built("float32", rows_of())
+    cache, _ = built(rows_of())
     (cache.folder / "shard-00001.json").write_text(note)
-    fresh = SignalCache(teacher.model, rows_of(), LAYERS, "float32", shard_rows=4)
+    fresh, _ = cache_of(rows_of())
     with pytest.raises(DamagedShard):
         fresh.read([5])
     problem = "teacher cache: shard-00001.safetensors has no readable checksum file; building it again"
@@ -185,7 +185,7 @@ def test_a_note_that_is_none_is_named(note: str) -> None:
 def test_a_damaged_header_is_repaired_in_the_process_that_has_read_it() -> None:
     """The offsets of the damaged header are not those of the shard that replaces it."""
     rows = rows_of()
-    cache, teacher = built("float32", rows)
+    cache, teacher = built(rows)
     (expected,) = cache.read([5])
     file = cache.folder / "shard-00001.safetensors"
     content = file.read_bytes()
@@ -193,7 +193,7 @@ def test_a_damaged_header_is_repaired_in_the_process_that_has_read_it() -> None:
     header = json.loads(content[8 : 8 + size])
     header["states"]["data_offsets"] = [4, header["states"]["data_offsets"][1]]
     file.write_bytes(content[:8] + json.dumps(header, separators=(",", ":")).encode().ljust(size) + content[8 + size :])
-    again = SignalCache(teacher.model, rows, LAYERS, "float32", shard_rows=4)
+    again, _ = cache_of(rows)
 
     def repair(damaged: DamagedShard) -> None:
         assert "does not match its checksum" in damaged.problem
@@ -231,21 +231,16 @@ DOCUMENTS = [[5], [4, 4], [1, 3, 7], [2, 3, 2]]
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8"])
 def test_normalizers_are_those_of_the_stored_states(dtype: str) -> None:
     """They are of the logits that the lm_head gives for what is read, in every dtype of the states."""
-    rows, model = rows_of(), make_llama().requires_grad_(False)
-    cache = SignalCache(model, rows, LAYERS, dtype, shard_rows=4, normalizers=True)
-    teacher = OnlineTeacher(model, LAYERS)
-    cache.build(cache.missing()[0], teacher, lambda: None)
+    rows = rows_of()
+    cache, teacher = built(rows, dtype, normalizers=True)
     assert cache.missing() == ([], [])
     batch = collate(rows, [7, 0, 9], CPU)
     signals = CachedTeacher(teacher, cache.read).signals(batch)
-    logits_BTV = model.lm_head(signals.hidden_BTH)
-    assert signals.log_sum_BT is not None
-    assert signals.argmax_BT is not None
+    logits_BTV = teacher.model.lm_head(signals.hidden_BTH)
     torch.testing.assert_close(seen(signals.log_sum_BT, signals), seen(logits_BTV.logsumexp(-1).double(), signals))
     assert torch.equal(seen(signals.argmax_BT, signals), seen(logits_BTV.argmax(-1), signals))
-    plain = SignalCache(model, rows, LAYERS, dtype, shard_rows=4)
+    plain, _ = built(rows, dtype)
     assert plain.key != cache.key
-    plain.build(plain.missing()[0], teacher, lambda: None)
     assert CachedTeacher(teacher, plain.read).signals(batch).log_sum_BT is None
 
 
@@ -256,7 +251,7 @@ def packed_rows(documents: list[list[int]]) -> Dataset:
 def test_packed_rows_are_cached_as_the_target_sees_them_online() -> None:
     """States of packed documents equal those of single ones; other borders in the same text give another key."""
     rows = packed_rows(DOCUMENTS)
-    cache, teacher = built("float32", rows)
+    cache, teacher = built(rows)
     batch = collate(rows, [2, 0, 3, 1], CPU)
     online, cached = teacher.signals(batch), CachedTeacher(teacher, cache.read).signals(batch)
     assert cached.documents_BT is online.documents_BT is batch.documents_BT is not None
@@ -278,9 +273,7 @@ def test_packed_rows_are_cached_as_the_target_sees_them_online() -> None:
 
 
 def test_a_full_disk_keeps_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = rows_of()
-    model = make_llama().requires_grad_(False)
-    cache, teacher = SignalCache(model, rows, LAYERS, "float32", shard_rows=4), OnlineTeacher(model, LAYERS)
+    cache, teacher = cache_of(rows_of())
     cache.build([0], teacher, lambda: None)
 
     def full(tensors: dict, path: Path, metadata: dict) -> None:
@@ -297,7 +290,7 @@ def test_a_full_disk_keeps_what_is_there(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_rows_that_are_read_ahead_have_the_same_states() -> None:
     rows = rows_of()
-    cache, teacher = built("float32", rows)
+    cache, teacher = built(rows)
     order = [[7, 0], [3, 1], [9, 2], [5, 5]]
     plain, ahead = CachedTeacher(teacher, cache.read), CachedTeacher(teacher, cache.read)
 
@@ -318,7 +311,7 @@ def test_rows_that_are_read_ahead_have_the_same_states() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8"])
 def test_rows_of_several_shards_come_with_zeros_after_them(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, _ = built(dtype, rows_of())
+    cache, _ = built(rows_of(), dtype)
     monkeypatch.setattr(torch, "empty", lambda *shape, **kwargs: torch.full(shape, 7.0, **kwargs))
     rows = [6, 0, 9, 3]
     (read_BTW,) = cache.read(rows)
@@ -341,10 +334,8 @@ def flip(file: Path, place: int) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8"])
 def test_no_flipped_bit_is_trained_on(dtype: str) -> None:
     """In any tensor of a row, which is then refused; the next start builds its shard again."""
-    rows, model = rows_of(5), make_llama().requires_grad_(False)
-    cache = SignalCache(model, rows, LAYERS, dtype, shard_rows=4, normalizers=True)
-    teacher = OnlineTeacher(model, LAYERS)
-    cache.build(cache.missing()[0], teacher, lambda: None)
+    rows = rows_of(5)
+    cache, teacher = built(rows, dtype, normalizers=True)
     file = cache.folder / "shard-00000.safetensors"
     header, whole = int.from_bytes(file.read_bytes()[:8], "little"), file.read_bytes()
     names = {"states", "log_sums", "argmax"} | ({"scales"} if dtype == "float8" else set())
@@ -353,20 +344,20 @@ def test_no_flipped_bit_is_trained_on(dtype: str) -> None:
     for name in names:
         begin, end = described[name]["data_offsets"]
         flip(file, 8 + header + (begin + end) // 2)
-        fresh = SignalCache(model, rows, LAYERS, dtype, shard_rows=4, normalizers=True)
+        fresh, _ = cache_of(rows, dtype, normalizers=True)
         assert fresh.missing() == ([], []), "size and time are as they were"
         with pytest.raises(DraftsmithError, match=r"shard-00000.*does not match its checksum.*; the same command"):
             fresh.read(range(5))
         fresh.read([4])
         assert fresh.missing()[0] == [0]
-        fresh.build([0], teacher, lambda: None)
+        fresh.build([0], teacher, lambda: None, batch=3)
         assert file.read_bytes() == whole
 
 
 def test_a_shard_that_cannot_be_read_is_built_again() -> None:
     """Once, though the rows that are read ahead are in it, too; states are those before the damage."""
     rows = rows_of()
-    cache, teacher = built("float32", rows)
+    cache, teacher = built(rows)
     order, whole = [[7, 0], [7, 1], [4, 7]], {file: file.read_bytes() for file in cache.folder.glob("*.safetensors")}
     (before_BTW,) = cache.read(order[2])
     flip(cache.folder / "shard-00001.safetensors", -9)
@@ -390,7 +381,7 @@ def test_a_shard_that_cannot_be_read_is_built_again() -> None:
 
 def test_a_cache_of_an_earlier_version_is_read() -> None:
     """It has one checksum of a whole shard."""
-    cache, _ = built("float8", rows_of())
+    cache, _ = built(rows_of(), "float8")
     for number, file in enumerate(sorted(cache.folder.glob("*.safetensors"))):
         note = json.loads(file.with_suffix(".json").read_text())
         del note["rows"]
@@ -398,7 +389,7 @@ def test_a_cache_of_an_earlier_version_is_read() -> None:
         file.with_suffix(".json").write_text(json.dumps(note))
         if number == 1:
             flip(file, -9)
-    fresh = SignalCache(make_llama(), rows_of(), LAYERS, "float8", shard_rows=4)
+    fresh, _ = cache_of(rows_of(), "float8")
     assert fresh.missing() == (
         [1],
         ["teacher cache: shard-00001.safetensors does not match its checksum; building it again"],
@@ -419,7 +410,7 @@ def test_a_cache_of_an_earlier_version_is_read() -> None:
 def test_a_shard_that_was_damaged_since_the_start_is_named(
     harm: Callable[[Path], None], reason: str, when: str
 ) -> None:
-    cache, _ = built("float8", rows_of())
+    cache, _ = built(rows_of(), "float8")
     file = cache.folder / "shard-00001.safetensors"
     if when == "between two rows":
         cache.read([4, 7])

@@ -9,18 +9,12 @@ import pytest
 import torch
 from conftest import YARN, make_llama
 from datasets import Dataset
-from transformers import (
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
 
 from draftsmith.decode.decoder import SpeculativeDecoder
 from draftsmith.distill.answered import sampling_key
 from draftsmith.distill.chat_template import Chat
 from draftsmith.distill.data_section import DataSection
-from draftsmith.distill.dataset import (
-    FEATURES,
-)
+from draftsmith.distill.dataset import FEATURES
 from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.distill.regeneration import Sampler, Share, sampling_counts, target_samples
 from draftsmith.distill.server.answers import KEPT
@@ -36,21 +30,21 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def loaded(tiny_target: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerFast) -> LoadedTarget:
-    return LoadedTarget(tiny_target, tiny_tokenizer, "tiny", None)
-
-
 def questions(prompts: list[list[int]] = PROMPTS) -> Dataset:
     rows = [
         {"input_ids": ids, "spans": [], "opening": str(i), "turns": "", "images": ""} for i, ids in enumerate(prompts)
     ]
     return Dataset.from_list(rows, features=FEATURES)
+
+
+class Batches(list[tuple[list[int], int, list[list[int]]]]):
+    """The indices, the number of the response and the prompts of each batch."""
+
+    kill: int = -1
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        return [prompt for *_, prompts in self for prompt in prompts]
 
 
 def sampler(
@@ -62,13 +56,23 @@ def sampler(
     responses: int = 1,
     **options: Any,
 ) -> Sampler:
-    data = DataSection(
-        response_tokens=tokens,
-        temperature=temperature,
-        batch_size=batch_size,
-        responses=responses,
-    )
+    data = DataSection(response_tokens=tokens, temperature=temperature, batch_size=batch_size, responses=responses)
     return Sampler(loaded, Chat(loaded.tokenizer), data, seed, **options)
+
+
+@pytest.fixture
+def answered(monkeypatch: pytest.MonkeyPatch) -> Batches:
+    """The batches that samplers answer from now on; `kill` says at which one a run is killed."""
+    original, batches = Sampler.complete, Batches()
+
+    def complete(self: Sampler, texts: list, response: int, add: Any) -> None:
+        batches.append(([text.index for text, _ in texts], response, [text.prompt for text, _ in texts]))
+        if len(batches) == batches.kill:
+            raise KeyboardInterrupt
+        original(self, texts, response, add)
+
+    monkeypatch.setattr(Sampler, "complete", complete)
+    return batches
 
 
 def test_greedy_samples_are_the_targets_own(loaded: LoadedTarget) -> None:
@@ -79,28 +83,17 @@ def test_greedy_samples_are_the_targets_own(loaded: LoadedTarget) -> None:
         assert row["spans"] == [[len(prompt), len(row["input_ids"])]]
 
 
-def test_several_responses_are_drawn_each_by_itself(
-    loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_responses_are_drawn_each_by_itself(loaded: LoadedTarget, tmp_path: Path, answered: Batches) -> None:
     """The first responses are those of responses=1; with more responses only new ones are drawn, also after a kill."""
     folder = tmp_path / "answers"
     alone = target_samples(sampler(loaded, 12, 1.0, 3, 0), questions(), folder=tmp_path / "alone", progress=False)
-    original, answered = Sampler.complete, []
-
-    def killed(self: Sampler, texts: list, response: int, add: Any) -> None:
-        if len(answered) == 5:  # each response to four questions is two batches
-            answered.append("killed")
-            raise KeyboardInterrupt
-        answered.append((len(texts), response))
-        original(self, texts, response, add)
-
-    monkeypatch.setattr(Sampler, "complete", killed)
+    answered.clear()
+    answered.kill = 6  # each response to four questions is two batches
     two = target_samples(sampler(loaded, 12, 1.0, 3, 0, responses=2), questions(), folder=folder, progress=False)
     with pytest.raises(KeyboardInterrupt):
         target_samples(sampler(loaded, 12, 1.0, 3, 0, responses=4), questions(), folder=folder, progress=False)
     four = target_samples(sampler(loaded, 12, 1.0, 3, 0, responses=4), questions(), folder=folder, progress=False)
-    assert [response for _, response in answered[:5]] == [0, 0, 1, 1, 2]
-    assert [response for _, response in answered[6:]] == [2, 3, 3]
+    assert [response for _, response, _ in answered] == [0, 0, 1, 1, 2, 2, 2, 3, 3]
     assert two.to_list()[:4] == alone.to_list()
     assert four.to_list()[:8] == two.to_list()
     assert four["question"] == [0, 1, 2, 3] * 4
@@ -135,60 +128,38 @@ def test_sampled_responses_end_where_decoded_texts_do(named_in: str, loaded: Loa
     assert row["input_ids"] == [*ids, *free[: free.index(free[3]) + 1]]
 
 
-def test_another_data_set_asks_only_what_is_new(
-    loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_data_set_asks_only_what_is_new(loaded: LoadedTarget, tmp_path: Path, answered: Batches) -> None:
     """Answers belong to their question: more questions, fewer, in another order, and the same one twice."""
-    asked: list[list[int]] = []
-    original = Sampler.complete
+    said: list[str] = []
 
-    def noted(self: Sampler, texts: list, *of: Any) -> None:
-        asked.extend(text.prompt for text, _ in texts)
-        original(self, texts, *of)
-
-    monkeypatch.setattr(Sampler, "complete", noted)
-
-    def sampled(prompts: list[list[int]], said: list[str], folder: Path | None = None, seed: int = 0) -> Dataset:
-        asked.clear()
+    def sampled(prompts: list[list[int]], folder: Path | None = None, seed: int = 0) -> Dataset:
+        answered.clear()
         one = sampler(loaded, 12, 1.0, 1, seed, responses=2)
         return target_samples(one, questions(prompts), folder=folder, progress=False, say=said.append)
 
-    said: list[str] = []
-    first = sampled(PROMPTS[:2], said)
-    again = sampled([PROMPTS[3], PROMPTS[1], PROMPTS[0], PROMPTS[2], PROMPTS[0]], said)
-    assert sorted(asked) == sorted([PROMPTS[3], PROMPTS[2], PROMPTS[0]] * 2)
+    more = [PROMPTS[3], PROMPTS[1], PROMPTS[0], PROMPTS[2], PROMPTS[0]]
+    first = sampled(PROMPTS[:2])
+    again = sampled(more)
+    assert sorted(answered.prompts) == sorted([PROMPTS[3], PROMPTS[2], PROMPTS[0]] * 2)
     assert [again["input_ids"][index] for index in (2, 1, 7, 6)] == first["input_ids"]
     assert again["question"] == [0, 1, 2, 3, 4] * 2
     assert again["input_ids"][2] != again["input_ids"][4], "a question that is asked twice has two answers"
-    one = sampled(PROMPTS[1:2], said)
-    assert asked == []
+    one = sampled(PROMPTS[1:2])
+    assert answered == []
     assert one["input_ids"] == [first["input_ids"][1], first["input_ids"][3]]
     assert said == ["responses: 4 of 4 are new", "responses: 6 of 10 are new", "responses: 0 of 2 are new"]
-    alone = sampled([PROMPTS[3], PROMPTS[1], PROMPTS[0], PROMPTS[2], PROMPTS[0]], said, folder=tmp_path / "alone")
-    assert alone.to_list() == again.to_list()
-    sampled(PROMPTS[:2], said, seed=1)
-    assert len(asked) == 4, "another seed gives other answers"
+    assert sampled(more, folder=tmp_path / "alone").to_list() == again.to_list()
+    sampled(PROMPTS[:2], seed=1)
+    assert len(answered) == 4, "another seed gives other answers"
 
 
-def test_answers_of_a_killed_run_are_kept_for_another_data_set(
-    loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original, count = Sampler.complete, [0]
-
-    def killed(self: Sampler, *of: Any) -> None:
-        count[0] += 1
-        if count[0] == 3:
-            raise KeyboardInterrupt
-        original(self, *of)
-
+def test_answers_of_a_killed_run_are_kept_for_another_data_set(loaded: LoadedTarget, answered: Batches) -> None:
     said: list[str] = []
-    monkeypatch.setattr(Sampler, "complete", killed)
-    for prompts, size in ((PROMPTS, 1), ([*PROMPTS, [7, 7]], 2)):
-        if size == 1:
-            with pytest.raises(KeyboardInterrupt):
-                target_samples(sampler(loaded, 12, 1.0, size, 0), questions(prompts), progress=False)
-        else:
-            target_samples(sampler(loaded, 12, 1.0, size, 0), questions(prompts), progress=False, say=said.append)
+    answered.kill = 3
+    with pytest.raises(KeyboardInterrupt):
+        target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), progress=False)
+    more = questions([*PROMPTS, [7, 7]])
+    target_samples(sampler(loaded, 12, 1.0, 2, 0), more, progress=False, say=said.append)
     assert said == ["responses: 3 of 5 are new"]
 
 
@@ -202,20 +173,11 @@ def test_the_key_of_samples_knows_the_config_and_the_end_of_answers(loaded: Load
     assert sampling_key(sampler(loaded, 12, 1.0, 1, 0), questions()) != first
 
 
-def test_sampling_continues_after_the_last_batch(
-    loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampling_continues_after_the_last_batch(loaded: LoadedTarget, tmp_path: Path, answered: Batches) -> None:
     """After a kill in the third of four batches two are kept, and the final text is that of an uninterrupted run."""
     whole = target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=tmp_path / "whole", progress=False)
-    original, answered = Sampler.complete, []
-
-    def killed(self: Sampler, texts: list, *of: Any) -> None:
-        answered.append([text.index for text, _ in texts])
-        if len(answered) == 3:
-            raise KeyboardInterrupt
-        original(self, texts, *of)
-
-    monkeypatch.setattr(Sampler, "complete", killed)
+    answered.clear()
+    answered.kill = 3
     with pytest.raises(KeyboardInterrupt):
         target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=tmp_path / "torn", progress=False)
     resumed = target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=tmp_path / "torn", progress=False)
@@ -304,17 +266,10 @@ def test_answers_that_earlier_versions_stored_are_read(loaded: LoadedTarget, mon
     assert again.to_list() == rows.to_list()
 
 
-def test_processes_share_the_batches(loaded: LoadedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_share_the_batches(loaded: LoadedTarget, tmp_path: Path, answered: Batches) -> None:
     """Two processes in turn: the second samples only its own batches, and the first joins all answers."""
     alone = target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=tmp_path / "alone", progress=False)
-    done: list[list[int]] = []
-    original = Sampler.complete
-
-    def noted(self: Sampler, texts: list, *of: Any) -> None:
-        done.append([text.index for text, _ in texts])
-        original(self, texts, *of)
-
-    monkeypatch.setattr(Sampler, "complete", noted)
+    answered.clear()
     folder = tmp_path / "shared"
 
     class _Later(Exception):
@@ -323,7 +278,7 @@ def test_processes_share_the_batches(loaded: LoadedTarget, tmp_path: Path, monke
     waited: list[int] = []
 
     def waits() -> None:
-        waited.append(len(done))
+        waited.append(len(answered))
         if len(waited) == 2:
             raise _Later
 
@@ -332,7 +287,7 @@ def test_processes_share_the_batches(loaded: LoadedTarget, tmp_path: Path, monke
     assert waited == [0, 2], "before all see the same, and after the batches"
     both = target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=folder, share=Share(0, 2))
     assert both.to_list() == alone.to_list()
-    assert sorted(done) == [[0], [1], [2], [3]]
+    assert sorted(indices for indices, *_ in answered) == [[0], [1], [2], [3]]
 
 
 def test_sampling_follows_the_targets_distribution(loaded: LoadedTarget) -> None:

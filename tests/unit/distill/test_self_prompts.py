@@ -18,8 +18,6 @@ from draftsmith.distill.self_prompts import KINDS, has_signs, turn_header, write
 from draftsmith.errors import ConfigError
 from draftsmith.heads.model_config import eos_tokens
 from draftsmith.storage import cache_dir
-from draftsmith.train.recipe import load_recipe
-from draftsmith.train.trainer import train
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}Q{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}aQ{% endif %}"
@@ -27,8 +25,7 @@ TEMPLATE = (
 
 
 @pytest.fixture
-def target(tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedTarget:
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+def target(tiny_target_folder: Path) -> LoadedTarget:
     return load_target(str(tiny_target_folder))
 
 
@@ -167,18 +164,3 @@ def test_a_template_of_the_tokenizer_alone_is_used_with_its_options(
     target.tokenizer.chat_template = "{{ word }}{% for m in messages %}u{{ m.content }}{% endfor %}"
     chat = Chat(target.tokenizer, options={"word": "Z"})
     assert target.tokenizer.decode(turn_header(chat)) == "Zu"
-
-
-def test_a_run_trains_on_answers_to_prompts_of_its_target(recipe_file: Path, tmp_path: Path) -> None:
-    template = tmp_path / "template.jinja"
-    template.write_text(TEMPLATE)
-    changes = ["data.prompts=self", f"data.chat_template={template}", "data.count=10", "evaluation.count=2"]
-    recipe = load_recipe(str(recipe_file), [*changes, "data.prompt_tokens=40", "train.steps=2"])
-    assert (train(recipe) / "config.json").is_file()
-    (file,) = (tmp_path / "cache" / "self-prompts").glob("*.jsonl")
-    assert len(file.read_text().splitlines()) == 10
-
-
-def test_prompts_of_the_target_need_its_answers(recipe_file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data.prompts='self' with response='text'.*; expected a file of prompts"):
-        load_recipe(str(recipe_file), ["data.prompts=self", "data.response=text"])

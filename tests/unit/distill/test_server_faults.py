@@ -30,11 +30,10 @@ Fault = Callable[[int, dict[str, Any]], str | None]
 
 
 @pytest.fixture(autouse=True)
-def _fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
     monkeypatch.setattr("openai._base_client.MAX_RETRY_DELAY", 0.02)
     behind_a_proxy(monkeypatch)
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
 
 
 def questions(seed: int = 0, count: int = QUESTIONS) -> Dataset:
@@ -317,8 +316,7 @@ def test_certificates_of_the_environment(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
-    [("/llm", "such as http://localhost:8000/v1"), ("/v1/chat/completions", "expected {url}/v1")],
+    ("path", "said"), [("/llm", "such as http://localhost:8000/v1"), ("/v1/chat/completions", "expected {url}/v1")]
 )
 def test_addresses_with_the_wrong_path(path: str, said: str, tmp_path: Path) -> None:
     with Engine(posts=("/v1/completions",)).running() as engine:

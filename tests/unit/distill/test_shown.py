@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from commands import write_rows
+from piece_tokenizer import make_byte_tokenizer
+from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -31,10 +33,7 @@ BARE += "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 def tokenizer(template: str, *more: str) -> PreTrainedTokenizerFast:
     """One token for each byte and for each of `ENDS` and `more`."""
-    letters = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    made = Tokenizer(models.BPE(vocab=letters, merges=[]))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokens = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", clean_up_tokenization_spaces=False)
+    tokens = make_byte_tokenizer()
     tokens.add_tokens([AddedToken(text, special=True) for text in ENDS])
     tokens.add_tokens(list(more))
     tokens.chat_template = template
@@ -76,10 +75,7 @@ def test_what_a_template_does_not_show_leaves_a_row_out(row: dict[str, Any], los
     assert refused.value.reason == f"have {lost} that the chat template does not show"
 
 
-def test_rows_that_lose_something_are_counted_and_end_a_run_if_they_are_most(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+def test_rows_that_lose_something_are_counted_and_end_a_run_if_they_are_most(tmp_path: Path) -> None:
     kept = [{"messages": [{**USER, "content": f"question {i}"}, ANSWER]} for i in range(5)]
     bad = [
         {"messages": [{"role": "developer", "content": "brief"}, USER, ANSWER]},
@@ -89,12 +85,10 @@ def test_rows_that_lose_something_are_counted_and_end_a_run_if_they_are_most(
     ]
 
     def read(rows: list[dict[str, Any]], response: str = "text") -> list[str]:
-        (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        file = str(write_rows(tmp_path / "p.jsonl", rows))
         settings = {"count": 20, "prompt_tokens": 60, "response_tokens": 20, "response": response}
         said: list[str] = []
-        read_examples(
-            Chat(tokenizer(BARE)), DataSection(prompts=str(tmp_path / "p.jsonl"), **settings), 99, said.append
-        )
+        read_examples(Chat(tokenizer(BARE)), DataSection(prompts=file, **settings), 99, said.append)
         return [line.removeprefix(f"{tmp_path}/p.jsonl: ").removesuffix(": left out") for line in said]
 
     reasons = [
@@ -268,10 +262,7 @@ def test_what_makes_no_difference(message: dict[str, Any], text: str, template: 
 def test_variables_of_a_template() -> None:
     assert template_variables(
         "{% if not a is defined %}{% set a = 1 %}{% endif %}{% set b = 2 %}{{ b ~ m.thinking }}"
-    ) == {
-        "a",
-        "m",
-    }
+    ) == {"a", "m"}
     assert template_variables({"default": "{{ messages }}", "tools": "{% generation %}{{ x }}{% endgeneration %}"}) == {
         "x"
     }

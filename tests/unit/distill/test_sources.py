@@ -4,13 +4,14 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import Dataset, DatasetDict
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from piece_tokenizer import make_byte_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -39,31 +40,52 @@ def read(file: Path) -> list[tuple[str, dict[str, Any]]]:
     return list(read_source(str(file)))
 
 
-def test_bad_files_are_refused_with_the_line(tmp_path: Path) -> None:
-    file = tmp_path / "p.jsonl"
-    with pytest.raises(ConfigError, match="there is none"):
-        read(file)
-    file.write_text("\n\n")
-    with pytest.raises(ConfigError, match="is empty"):
-        read(file)
-    file.write_text('{"prompt": "a"}\n{"prompt": \n')
-    with pytest.raises(ConfigError, match=r"p\.jsonl:2: not JSON"):
-        read(file)
-    file.write_text('{"prompt": "a"}\n\n[1]\n')
-    with pytest.raises(ConfigError, match=r"p\.jsonl:3: list"):
-        read(file)
-    file.write_bytes(b"\xff\xfe{}")
-    with pytest.raises(ConfigError, match="cannot be read as text"):
-        read(file)
-    (tmp_path / "p.json").write_text("[{}, 3]")
-    with pytest.raises(ConfigError, match=r"p\.json:2: int"):
-        read(tmp_path / "p.json")
-    (tmp_path / "p.parquet").write_text("no table")
-    with pytest.raises(ConfigError, match=r"p\.parquet; expected a file, a folder or a data set of the Hub"):
-        read(tmp_path / "p.parquet")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"empty holds no file that ends in \.jsonl"):
-        read(tmp_path / "empty")
+def _damaged_gzip() -> bytes:
+    packed = bytearray(gzip.compress(b'{"prompt": "a"}\n' * 1000))
+    packed[20:30] = bytes(10)
+    return bytes(packed)
+
+
+BAD_FILES: dict[str, tuple[str, bytes | None]] = {
+    "there is none": ("p.jsonl", None),
+    "is empty": ("p.jsonl", b"\n\n"),
+    "p.jsonl:2: not JSON": ("p.jsonl", b'{"prompt": "a"}\n{"prompt": \n'),
+    "p.jsonl:3: list": ("p.jsonl", b'{"prompt": "a"}\n\n[1]\n'),
+    "p.jsonl cannot be read as text": ("p.jsonl", b"\xff\xfe{}"),
+    "p.jsonl:1: not JSON (more than 64 levels)": ("p.jsonl", b"[" * 100_000),
+    "p.jsonl:1: not JSON (unpaired surrogate": ("p.jsonl", b'{"prompt": "\\ud800"}'),
+    "p.jsonl:1: not JSON (Exceeds the limit": ("p.jsonl", b'{"prompt": ' + b"1" * 5000 + b"}"),
+    "p.jsonl:1: message 1 is from []": ("p.jsonl", b'{"messages": [{"from": [], "value": []}]}'),
+    "p.jsonl.gz cannot be read as text": ("p.jsonl.gz", _damaged_gzip()),
+    "p.json:2: int": ("p.json", b"[{}, 3]"),
+    "p.parquet; expected a file, a folder or a data set of the Hub": ("p.parquet", b"no table"),
+    "p.csv:2: more cells than": ("p.csv", b"a\n1,2\n"),
+    "p.csv:3: not CSV": ("p.csv", b'a\n1\n"2'),
+    "p.jsonl.zst is compressed; expected it decompressed, or a text as .gz": ("p.jsonl.zst", b"\xff"),
+    "p.zip is compressed; expected it decompressed, or a text as .gz": ("p.zip", b"\xff"),
+}
+
+
+@pytest.mark.parametrize("said", BAD_FILES)
+def test_bad_files_are_refused_with_the_line(said: str, tmp_path: Path) -> None:
+    name, content = BAD_FILES[said]
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError) as refused:
+        print([conversation(place, row) for place, row in read(tmp_path / name)])
+    assert said in str(refused.value)
+
+
+def test_folders_and_pipes_that_hold_no_rows(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no file that ends in \.jsonl"):
+        read(tmp_path)
+    Dataset.from_list([{"prompt": "a"}]).save_to_disk(tmp_path / "saved")
+    (tmp_path / "saved" / "state.json").write_text("[]")
+    with pytest.raises(ConfigError, match="expected a file, a folder or a data set of the Hub"):
+        read(tmp_path / "saved")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(ConfigError, match="is not a regular file"):
+        read(tmp_path / "pipe.jsonl")
 
 
 def test_every_kind_of_file_is_read(tmp_path: Path) -> None:
@@ -177,13 +199,9 @@ def test_cells_of_csv_are_text(tmp_path: Path) -> None:
     assert read(tmp_path / "p.csv")[0][0] == f"{tmp_path / 'p.csv'}:2"
     (tmp_path / "p.csv").write_text("\ufeffprompt,completion\r\na,b\r\n\r\nc\r\n", newline="")
     assert [row for _, row in read(tmp_path / "p.csv")] == [{"prompt": "a", "completion": "b"}, {"prompt": "c"}]
-    for text, message in {"a\n1,2\n": r"p\.csv:2: more cells than", 'a\n1\n"2': r"p\.csv:3: not CSV"}.items():
-        (tmp_path / "p.csv").write_text(text)
-        with pytest.raises(ConfigError, match=message):
-            read(tmp_path / "p.csv")
 
 
-def test_compressed_texts_are_read_and_others_refused(tmp_path: Path) -> None:
+def test_compressed_texts_are_read(tmp_path: Path) -> None:
     rows = [{"prompt": "a"}, {"prompt": "b"}]
     texts = {".jsonl": "\n".join(map(json.dumps, rows)), ".json": json.dumps(rows), ".csv": "prompt\na\nb\n"}
     for end, opener in {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.items():
@@ -197,10 +215,6 @@ def test_compressed_texts_are_read_and_others_refused(tmp_path: Path) -> None:
             read(damaged)
         damaged.unlink()
     assert len(read(tmp_path)) == 18
-    for name in ("p.jsonl.zst", "p.zip"):
-        (tmp_path / name).write_bytes(b"\xff")
-        with pytest.raises(ConfigError, match=rf"{name} is compressed; expected it decompressed, or a text as \.gz"):
-            read(tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -489,7 +503,7 @@ def test_answers_of_text(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
 
 
 def test_text_that_begins_or_ends_with_special_tokens_has_them_once() -> None:
-    tokenizer = byte_tokenizer()
+    tokenizer = make_byte_tokenizer()
     tokenizer.add_special_tokens({"bos_token": "<s>"})
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     twice = {"prompt": "<s><s>ab", "response": "cd</s>"}
@@ -596,7 +610,7 @@ HIDDEN = (
     ],
 )
 def test_what_the_generation_prompt_gives_is_not_trained(begin: str, answer: Any, prompt: str, trained: str) -> None:
-    tokenizer = byte_tokenizer()
+    tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = HIDDEN
     message = {"role": "assistant", **({"content": answer} if isinstance(answer, str) else answer)}
     chat = Chat(tokenizer, options={"begin": begin})
@@ -630,20 +644,12 @@ def test_what_the_generation_prompt_gives_is_not_trained(begin: str, answer: Any
     ],
 )
 def test_answers_that_the_target_never_writes_after_its_prompt(begin: str, more: dict[str, str], why: str) -> None:
-    tokenizer = byte_tokenizer()
+    tokenizer = make_byte_tokenizer()
     tokenizer.chat_template = HIDDEN
     row = {"messages": [USER, {"role": "assistant", "content": "A cat.", **more}]}
     with pytest.raises(TemplateRefusal) as refused:
         samples_of(Chat(tokenizer, options={"begin": begin}), conversation("f:1", row), 9)
     assert refused.value.reason.startswith(why)
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each byte, and </s>."""
-    letters = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    made = Tokenizer(models.BPE(vocab=letters, merges=[]))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", clean_up_tokenization_spaces=False)
 
 
 def test_tools_and_template_options_reach_the_template(tiny_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -682,9 +688,6 @@ def test_templates_from_which_answers_cannot_be_told_are_refused(
         encoded(tiny_tokenizer, {"messages": [USER, ANSWER]})
     tiny_tokenizer.chat_template = MARKED.replace("'assistant'", "'nobody'")
     assert encoded(tiny_tokenizer, {"messages": [USER, ANSWER]}) == [("UabEAcdE", ["cdE"])], "no block is needed"
-    tiny_tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(ConfigError, match=r"f:1: the chat template refuses it \(roles must alternate\)"):
-        encoded(tiny_tokenizer, {"messages": [USER, ANSWER]})
     with pytest.raises(
         ConfigError, match=r"chat_template=.*nowhere cannot be read .*expected a file, or one of vicuna"
     ):
@@ -693,6 +696,27 @@ def test_templates_from_which_answers_cannot_be_told_are_refused(
     assert encoded(tiny_tokenizer, {"messages": [USER, ANSWER]}, template=str(tmp_path / "own.jinja")) == [
         ("UabEAcdE", ["cdE"])
     ]
+
+
+REFUSING = {
+    "{{ raise_exception('roles must alternate') }}": "the chat template refuses it (roles must alternate)",
+    "{{ raise_exception('') }}": "refuses it (TemplateError)",
+    "{{ 1 / 0 }}": "refuses it (division by zero)",
+    "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}": "refuses it (maximum recursion depth",
+    '{{ "\\ud800" }}{{ messages[0].content }}{{ messages | length }}': "unpaired surrogate",
+    "{{ messages[0].content * 4000000 }}": "characters; expected at most",
+    "{% generation %}{% endgeneration %}": "the chat template",
+}
+
+
+@pytest.mark.parametrize("template", REFUSING)
+def test_templates_that_are_refused(template: str, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
+    tiny_tokenizer.chat_template = template
+    chat, asked = Chat(tiny_tokenizer), conversation("f:1", {"messages": [USER, ANSWER]})
+    with pytest.raises(ConfigError) as refused:
+        (Chat.prompt if "generation" not in template else partial(samples_of, prompt_tokens=9))(chat, asked)
+    assert str(refused.value).startswith("f:1: ")
+    assert REFUSING[template] in str(refused.value)
 
 
 def test_the_shipped_template_of_vicuna(tiny_tokenizer: PreTrainedTokenizerFast) -> None:

@@ -166,36 +166,31 @@ def test_layers_that_are_nearly_the_targets_are_refused(tmp_path: Path) -> None:
     assert "(15.0% off)" in _refused(model, files(folder), (2,), ids)
 
 
-def _damage(file: Path, how: str) -> None:
-    text = {"hidden_states": torch.zeros(4, 2, WIDTH), "token_ids": torch.arange(4)}
-    if how == "cut":
-        file.write_bytes(file.read_bytes()[:-100])
-    elif how == "empty":
-        file.write_bytes(b"")
-    else:
-        changed = {
-            "width": {"hidden_states": torch.zeros(4, 2, WIDTH + 1)},
-            "length": {"hidden_states": torch.zeros(5, 2, WIDTH)},
-            "dtype": {"hidden_states": torch.zeros(4, 2, WIDTH, dtype=torch.int32)},
-            "vocabulary": {"token_ids": torch.tensor([1, 2, VOCAB, 3])},
-            "negative": {"token_ids": torch.tensor([1, -2, 0, 3])},
-            "none": {"hidden_states": torch.zeros(0, 2, WIDTH), "token_ids": torch.zeros(0, dtype=torch.long)},
-            "names": {"states": torch.zeros(4, 2, WIDTH)},
-            "flat": {"token_ids": torch.tensor([[0, 1, 2, 3]])},
-        }[how]
-        if how == "names":
-            text.pop("hidden_states")
-        save_file({**text, **changed}, file)
-
-
-DAMAGED = ["cut", "empty", "width", "length", "dtype", "vocabulary", "negative", "none", "names", "flat"]
+DAMAGED: dict[str, Any] = {
+    "cut": lambda content: content[:-100],
+    "empty": lambda content: b"",
+    "width": {"hidden_states": torch.zeros(4, 2, WIDTH + 1)},
+    "length": {"hidden_states": torch.zeros(5, 2, WIDTH)},
+    "dtype": {"hidden_states": torch.zeros(4, 2, WIDTH, dtype=torch.int32)},
+    "vocabulary": {"token_ids": torch.tensor([1, 2, VOCAB, 3])},
+    "negative": {"token_ids": torch.tensor([1, -2, 0, 3])},
+    "none": {"hidden_states": torch.zeros(0, 2, WIDTH), "token_ids": torch.zeros(0, dtype=torch.long)},
+    "names": {"states": torch.zeros(4, 2, WIDTH), "hidden_states": None},
+    "flat": {"token_ids": torch.tensor([[0, 1, 2, 3]])},
+}
+"""Another content of a file, or other tensors in it."""
 
 
 @pytest.mark.parametrize("how", DAMAGED)
 def test_a_damaged_file_is_left_out_and_named(how: str, tmp_path: Path) -> None:
     model, ids = target(), texts()
     folder = vllm(tmp_path / "states", model, ids, (1, FINAL), torch.float32)
-    _damage(tmp_path / "states" / "cmpl-1-0.safetensors", how)
+    file, other = tmp_path / "states" / "cmpl-1-0.safetensors", DAMAGED[how]
+    if callable(other):
+        file.write_bytes(other(file.read_bytes()))
+    else:
+        tensors = {"hidden_states": torch.zeros(4, 2, WIDTH), "token_ids": torch.arange(4), **other}
+        save_file({name: value for name, value in tensors.items() if value is not None}, file)
     found = files(folder)
     assert found.find(ids[0]) is not None
     assert found.find(ids[1]) is None

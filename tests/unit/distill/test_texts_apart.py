@@ -1,6 +1,5 @@
 """Targets whose rotary frequencies depend on the longest text of a pass: texts are read as each is alone."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,10 +80,7 @@ def test_states_and_features_are_those_of_each_text_alone(kind: str, flat: bool)
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_packed_and_cached_states_are_those_of_each_text_alone(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
+def test_packed_and_cached_states_are_those_of_each_text_alone(kind: str) -> None:
     model, texts = build(kind), texts_of(LENGTHS)
     rows = [texts[0] + texts[1] + texts[2], texts[3] + texts[4], texts[5]]
     documents = [[7, 40, SWITCH], [31, SWITCH + 1], [40]]

@@ -5,7 +5,6 @@ import math
 
 import pytest
 
-from draftsmith.cli import main
 from draftsmith.errors import ConfigError, one_line, reason_of
 from draftsmith.reading import (
     DEEPEST,
@@ -69,25 +68,6 @@ def test_errors_are_one_short_line() -> None:
     assert reason_of(ValueError("")) == "ValueError"
     assert reason_of(ValueError("a: b\nc")) == "a: b"
     assert reason_of(ValueError("for field x:\n    TypeError: y\n")) == "for field x: TypeError: y"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["eval", "--gamma", "x"], "draftsmith eval: Invalid value for '--gamma'"),
-        (["nothing"], "draftsmith: No such command 'nothing'"),
-        (["recipes", "\udcff"], "ConfigError: argument='\\udcff'; expected text in UTF-8"),
-        (["train", "a" * 5000], "aaa"),
-    ],
-)
-def test_command_lines_that_are_none(arguments: list[str], said: str, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    err = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert said in err
-    assert len(err.splitlines()) == 1
-    assert len(err.strip()) <= 500
 
 
 SETTINGS = {"tree": {"size": int, "factor": float, "siblings": str}, "chain": {"draft_length": int}}

@@ -26,12 +26,9 @@ from draftsmith.provenance import fingerprint, model_fingerprint
 from draftsmith.storage import (
     JsonLines,
     atomic_folder,
-    cache_dir,
     hold_cache,
     hold_folder,
     hold_name,
-    require_writable,
-    write_text,
 )
 
 
@@ -75,17 +72,6 @@ def test_files_have_the_permissions_of_the_umask(tmp_path: Path, tiny_target: Ll
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o640}
 
 
-def test_text_is_replaced_and_nothing_temporary_is_left(tmp_path: Path) -> None:
-    write_text(tmp_path / "x" / "a.txt", "one")
-    write_text(tmp_path / "x" / "a.txt", "two")
-    assert [file.read_text() for file in (tmp_path / "x").iterdir()] == ["two"]
-
-
-def test_the_cache_can_be_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
-    assert cache_dir() == tmp_path
-
-
 def test_fingerprints() -> None:
     assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1}) != fingerprint({"a": 1, "b": 3})
     assert model_fingerprint(make_llama(0)) == model_fingerprint(make_llama(0)) != model_fingerprint(make_llama(1))
@@ -99,14 +85,6 @@ def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
     assert (tmp_path / "link").is_symlink()
     assert [file.name for file in (tmp_path / "disk" / "real").iterdir()] == ["file"]
     assert sorted(file.name for file in tmp_path.rglob("*")) == ["disk", "file", "link", "real"]
-
-
-def test_where_a_folder_can_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    require_writable("out", tmp_path / "new" / "newer")
-    for folder, message in ((Path(), "has no name"), (tmp_path / "file" / "new", f"be made in {tmp_path}/file;")):
-        with pytest.raises(ConfigError, match=f"out={folder} .*{message}"):
-            require_writable("out", folder)
 
 
 HOLDS = """

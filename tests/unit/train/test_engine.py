@@ -118,6 +118,7 @@ def test_settings_of_the_launch_that_are_not_used_are_named(
             {**DEEPSPEED, **LAUNCHED, "WORLD_SIZE": "3"},
             "train.batch_size=8; expected a multiple of 3 = 3 processes",
         ),
+        (["train.batch_size=7", "train.gradient_accumulation=2"], {}, "train.batch_size=7; expected a multiple of 2"),
         ([], {"WORLD_SIZE": ""}, "WORLD_SIZE='' in the environment; expected a whole number >= 1, or unset"),
         ([], {"LOCAL_RANK": "x"}, "LOCAL_RANK='x' in the environment; expected a whole number >= 0"),
         ([], {**LAUNCHED, "WORLD_SIZE": "2", "MASTER_PORT": "0"}, "MASTER_PORT='0' in the environment; expected"),

@@ -27,6 +27,13 @@ from draftsmith.train.step import Teacher, make_step
 
 WIDE = {"vocab_size": 700, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
 PROMPT, RESPONSE, ROWS = 40, 56, 8
+MEDUSA, DRAFT_MODEL = {"type": "medusa"}, {"type": "draft_model", "num_hidden_layers": 2}
+EAGLE3 = {"type": "eagle3", "train_steps": 3, "layers": [1, 2]}
+
+
+def estimated(drafter: dict[str, Any], config: Any, **sections: Any) -> memory.MemoryEstimate:
+    how = {key: sections.pop(key) for key in ("processes", "sharded", "accelerated") if key in sections}
+    return memory.estimate_memory(recipe_of(drafter, **sections), config, **how)
 
 
 def wide_target() -> nn.Module:
@@ -78,12 +85,15 @@ def real_peak(
 @pytest.mark.parametrize(
     ("drafter", "sections"),
     [
-        ({"type": "draft_model", "num_hidden_layers": 2}, {"train": {"activation_checkpointing": True}}),
-        ({"type": "medusa"}, {"objective": {"chunk_tokens": 1024}}),
-        ({"type": "medusa"}, {"train": {"gradient_accumulation": 4, "optimizer": "muon"}}),
-        ({"type": "medusa"}, {"cotrain": {"lora_rank": 4, "warmup_fraction": 0.0}}),
-        ({"type": "eagle3", "train_steps": 3, "layers": [1, 2]}, {}),
-        ({"type": "mtp", "draft_vocab_size": 70}, {}),
+        pytest.param(*case, marks=() if case[0] in (EAGLE3, DRAFT_MODEL) else pytest.mark.slow)
+        for case in (
+            (DRAFT_MODEL, {"train": {"activation_checkpointing": True}}),
+            (MEDUSA, {"objective": {"chunk_tokens": 1024}}),
+            (MEDUSA, {"train": {"gradient_accumulation": 4, "optimizer": "muon"}}),
+            (MEDUSA, {"cotrain": {"lora_rank": 4, "warmup_fraction": 0.0}}),
+            (EAGLE3, {}),
+            ({"type": "mtp", "draft_vocab_size": 70}, {}),
+        )
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -168,11 +178,11 @@ def test_the_keys_that_save_memory_do() -> None:
 
 def test_bf16_processes_vocabulary_and_quantisation_are_seen() -> None:
     config = make_llama(**WIDE).config
-    one = memory.estimate_memory(recipe_of({"type": "medusa"}), config)
-    half = memory.estimate_memory(recipe_of({"type": "medusa"}, target={"dtype": "bfloat16"}), config)
+    one = estimated(MEDUSA, config)
+    half = estimated(MEDUSA, config, target={"dtype": "bfloat16"})
     assert half.target < 0.55 * one.target
-    two = memory.estimate_memory(recipe_of({"type": "medusa"}), config, processes=2)
-    sharded = memory.estimate_memory(recipe_of({"type": "medusa"}), config, processes=2, sharded=True)
+    two = estimated(MEDUSA, config, processes=2)
+    sharded = estimated(MEDUSA, config, processes=2, sharded=True)
     assert sharded.activations < one.activations, "half of the rows"
     assert two.gradients == one.gradients, "DDP's gradients are views of its buckets"
     heads = 3 * 700 * 64 * 4
@@ -185,7 +195,7 @@ def test_bf16_processes_vocabulary_and_quantisation_are_seen() -> None:
     assert rows.activations < whole.activations
     config.quantization_config = {"quant_method": "bitsandbytes"}
     with pytest.raises(DraftsmithError, match="quantised"):
-        memory.estimate_memory(recipe_of({"type": "medusa"}), config)
+        estimated(MEDUSA, config)
 
 
 def test_an_offloaded_target_leaves_the_accelerator_one_layer() -> None:
@@ -198,10 +208,7 @@ def test_an_offloaded_target_leaves_the_accelerator_one_layer() -> None:
 
 def test_a_quantized_target_takes_a_byte_a_number() -> None:
     target = make_llama(**WIDE)
-    plain, quantized = (
-        memory.estimate_memory(recipe_of({"type": "medusa"}, target={"quantization": kind}), target.config)
-        for kind in (None, "int8")
-    )
+    plain, quantized = (estimated(MEDUSA, target.config, target={"quantization": kind}) for kind in (None, "int8"))
     matrices = [p for p in target.model.layers.parameters() if p.ndim == 2]
     assert plain.target - quantized.target == sum(3 * p.numel() - 4 * len(p) for p in matrices)
     assert plain.training - quantized.training == plain.target - quantized.target
@@ -218,7 +225,7 @@ def test_a_quantized_target_takes_a_byte_a_number() -> None:
 def test_sampling_takes_what_is_foretold(prompt: int, response: int, rows: int, vocabulary: int) -> None:
     lengths = {"prompt_tokens": prompt, "response_tokens": response, "batch_size": rows}
     longer = {**WIDE, "vocab_size": vocabulary, "max_position_embeddings": 512, "eos_token_id": None}
-    estimate = memory.estimate_memory(recipe_of({"type": "medusa"}, data=lengths), make_llama(**longer).config)
+    estimate = estimated(MEDUSA, make_llama(**longer).config, data=lengths)
     with LiveBytes() as live:
         target = make_llama(**longer).requires_grad_(False)
         drafter = HEADS["medusa"].from_target(target)
@@ -253,20 +260,20 @@ def test_the_pass_that_builds_a_cache(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "on disk; teacher.kind=online takes none" in str(estimate)
     on_device = memory.estimate_memory(recipe, target.config, accelerated=True)
     assert 0 < on_device.caching < 0.7 * estimate.caching, "the shard is in host memory"
-    assert "while caching" not in str(memory.estimate_memory(recipe_of({"type": "medusa"}), target.config))
+    assert "while caching" not in str(estimated(MEDUSA, target.config))
 
 
 def test_the_larger_phase_is_announced_first() -> None:
     small, config = {"prompt_tokens": 4, "response_tokens": 4, "batch_size": 4, "count": 150}, make_llama(**WIDE).config
-    short = memory.estimate_memory(recipe_of({"type": "medusa"}, data={**small, "batch_size": 1}), config)
+    short = estimated(MEDUSA, config, data={**small, "batch_size": 1})
     assert short.training > short.sampling
     assert list(short.phases) == ["in training", "while sampling"]
-    several = memory.estimate_memory(recipe_of({"type": "medusa"}, data={**small, "batch_size": 150}), config)
+    several = estimated(MEDUSA, config, data={**small, "batch_size": 150})
     assert list(several.phases) == ["while sampling", "in training"]
     assert str(several).startswith(f"{in_units(several.announced)} a process while sampling (target ")
-    few = memory.estimate_memory(recipe_of({"type": "medusa"}, data={**small, "batch_size": 200}), config)
+    few = estimated(MEDUSA, config, data={**small, "batch_size": 200})
     assert few.cache == several.cache, "no more prompts are answered together than there are"
-    on_device = memory.estimate_memory(recipe_of({"type": "medusa"}, data=small), config, accelerated=True)
+    on_device = estimated(MEDUSA, config, data=small, accelerated=True)
     assert on_device.announced == on_device.peak, "an accelerator's allocator counts tensors alone"
 
 

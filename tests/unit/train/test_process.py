@@ -8,7 +8,7 @@ import pytest
 
 from draftsmith.errors import DraftsmithError
 from draftsmith.train import process as signals
-from draftsmith.train.process import Stopping, leave
+from draftsmith.train.process import Stopping
 
 
 def test_handlers_come_back() -> None:
@@ -41,11 +41,3 @@ def test_a_problem_of_one_stops_all() -> None:
         one.agree(sums)
     with pytest.raises(DraftsmithError, match="another process had to stop"):
         other.agree(sums)
-
-
-def test_exit_codes() -> None:
-    with pytest.raises(SystemExit) as left:
-        leave(signal.SIGTERM)
-    assert left.value.code == 143
-    with pytest.raises(KeyboardInterrupt):
-        leave(signal.SIGINT)

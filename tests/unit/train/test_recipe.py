@@ -32,6 +32,9 @@ BASE = {"name": "x", "output": "y", "drafter": {"type": "medusa"}}
         (["drafter={type: draft_model, keep: all}"], r"^drafter\.keep='all'; expected 'even', 'first' or 'last' \("),
         (["drafter={type: draft_model, keep: [0, x]}"], r"^drafter\.keep\.1='x'; expected a valid integer"),
         (["data.server.model=x"], r"^data\.server\.url is missing; expected a value"),
+        (["data.server={url: h, model: m}"], "expected an address"),
+        (["data.server={url: 'http://h', model: m, route: post}"], "'auto', 'chat' or 'completion'"),
+        (["data.server={url: 'http://h', model: m, top: 1}"], r"did you mean data\.server\.top_p"),
         (["objective.position_decay=2"], r"objective\.position_decay=2; expected <= 1"),
         (["train.seed=4294967296"], r"train\.seed=4294967296; expected <= 4294967295"),
         (["drafter={type: eagle3, layers: []}"], r"drafter\.layers=\[\]; expected"),
@@ -53,6 +56,7 @@ def test_bad_values_are_explained(overrides: list[str], message: str) -> None:
     [
         (["data.responses=2", "data.temperature=0"], "data.responses=2 with temperature=0, which gives the same text"),
         (["data.responses=2", "data.response=text"], "data.responses=2 with response='text'"),
+        (["data.server={url: 'http://h', model: m}", "data.response=text"], "data.server"),
         (["cotrain.lora_rank=2", "teacher.kind=cached"], "teacher.kind='cached' with cotrain; expected 'online'"),
         (["teacher.file=x.jsonl"], "teacher.file=x.jsonl with teacher.kind='online'; expected 'files'"),
         (["teacher.kind=files"], "teacher.kind='files' without teacher.file; expected a folder of hidden states"),
@@ -60,10 +64,10 @@ def test_bad_values_are_explained(overrides: list[str], message: str) -> None:
         (["teacher={kind: files, file: x}", "cotrain.lora_rank=2"], "teacher.kind='files' with cotrain; expected"),
         (["target.sharded=true", "cotrain.lora_rank=2"], "target.sharded=True with cotrain; expected false"),
         (["target.offload=true", "target.sharded=true"], "target.offload=True with target.sharded=True"),
-        (
-            ["train.sequence_parallel=2", "data.images=."],
-            "train.sequence_parallel=2 with data.images; expected one",
-        ),
+        (["train.sequence_parallel=2", "data.images=."], "train.sequence_parallel=2 with data.images; expected one"),
+        (["data.images=.", "data.pack=true"], "data.images=. with data.pack=true; expected one of the two"),
+        (["data.images=.", "data.turns=all"], "data.images=. with data.turns='all'"),
+        (["data.images=.", "teacher.kind=cached"], "data.images=. with teacher.kind='cached'"),
         (["target.attn_implementation=x"], "target.attn_implementation='x'; expected sdpa, eager, flash_attention_2"),
         (["target.attn_implementation=flash_attention_2"], "target.attn_implementation=flash_attention_2 with dtype="),
         (["target.offload=true", "cotrain.lora_rank=2"], "target.offload=True with cotrain; expected one of the two"),
@@ -129,15 +133,6 @@ def test_a_draft_longer_than_the_drafter_can_propose_is_refused() -> None:
     assert unset.draft_length(None) == 4
 
 
-def test_the_rate_warms_up_and_falls() -> None:
-    recipe = parse_recipe({**BASE, "train": {"steps": 100, "learning_rate": 1.0, "warmup_fraction": 0.1}}, "here")
-    rates = [recipe.train.rate(step) for step in range(100)]
-    assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
-    assert max(rates) == 1.0
-    assert rates[9:] == sorted(rates[9:], reverse=True)
-    assert 0.1 <= rates[-1] < 0.11
-
-
 def _rates(**train: Any) -> list[float]:
     recipe = parse_recipe({**BASE, "train": {"steps": 100, "learning_rate": 1.0, "warmup_fraction": 0.1, **train}}, "")
     return [recipe.train.rate(step) for step in range(100)]
@@ -147,6 +142,10 @@ def test_schedules() -> None:
     rising = pytest.approx([0.1 * (i + 1) for i in range(10)])
     for schedule in ("cosine", "linear", "wsd", "constant"):
         assert _rates(schedule=schedule)[:10] == rising
+    cosine = _rates()[9:]
+    assert cosine == sorted(cosine, reverse=True)
+    assert cosine[0] == 1.0
+    assert 0.1 <= cosine[-1] < 0.11
     assert _rates(schedule="constant")[10:] == [1.0] * 90
     assert _rates(schedule="linear")[10:] == pytest.approx([1 - i / 90 for i in range(90)])
     wsd = _rates(schedule="wsd", decay_fraction=0.25)

@@ -9,7 +9,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, T5Config, T5ForCon
 
 from draftsmith.errors import ConfigError
 from draftsmith.train.estimate.fake_run import Operations, dry_step
-from draftsmith.train.estimate.gpus import MACHINES, machine_named
+from draftsmith.train.estimate.gpus import machine_named
 from draftsmith.train.estimate.memory import estimate_memory
 from draftsmith.train.estimate.time import estimate_work, fitting_overrides, in_hours
 from draftsmith.train.recipe import Recipe, parse_recipe
@@ -110,11 +110,6 @@ def test_seconds_are_operations_and_bytes_by_the_share_of_the_peak() -> None:
     assert in_hours(7300) == "2.0 h"
     assert in_hours(7100) == "119 min"
     assert work.on("l4").startswith("about 1 min on l4: sampling 1 min, training 1 min")
-
-
-def test_an_unknown_machine_is_refused() -> None:
-    with pytest.raises(ConfigError, match=f"--on='abacus'; expected one of {', '.join(MACHINES)}"):
-        machine_named("abacus")
 
 
 def test_machines_are_recognised_by_the_names_that_people_use() -> None:

@@ -1,6 +1,5 @@
 """Rows of a step, their masks, and the draft vocabulary of their responses."""
 
-import json
 import random
 from collections import Counter
 from dataclasses import replace
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import write_rows
 from conftest import make_llama
 from datasets import Dataset
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, PreTrainedTokenizerFast
@@ -72,8 +72,7 @@ def test_prompts_are_trained_except_what_the_data_marks(
     response: str, kind: str, pack: str, recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Sampled answers and cached states are those of training on answers; the loss is the sum over positions."""
-    lines = [{"messages": chat} for chat in CHATS]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_rows(tmp_path / "chats.jsonl", ({"messages": chat} for chat in CHATS))
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     changes = {"prompts": tmp_path / "chats.jsonl", "chat_template": tmp_path / "template.jinja", "response": response}
     overrides = [f"data.{key}={value}" for key, value in {**changes, "pack": pack, "validation": 1}.items()]
@@ -111,8 +110,7 @@ def test_marks_that_a_template_moves_leave_the_answers_trained(recipe_file: Path
     """The template shows the number of messages first: the second answer's sample begins with other tokens."""
     chat = [says("user", "ab", weight=0), says("assistant", "c"), says("user", "d")]
     others = [[says("user", "ef"), says("assistant", "c"), says("user", "d", weight=0)], [says("user", "gh")]]
-    lines = [json.dumps({"messages": messages}) for messages in (chat, *others)]
-    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    write_rows(tmp_path / "chats.jsonl", ({"messages": messages} for messages in (chat, *others)))
     (tmp_path / "template.jinja").write_text("{{ messages | length }}" + TEMPLATE)
     keys = {"prompts": tmp_path / "chats.jsonl", "chat_template": tmp_path / "template.jinja", "turns": "all"}
     overrides = [*(f"data.{key}={value}" for key, value in keys.items()), "data.train_on=all"]
