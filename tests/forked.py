@@ -16,6 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,8 @@ def serve() -> None:
             except BaseException:
                 traceback.print_exc()
                 code = 1
-            sys.stdout.flush()
+            with suppress(BrokenPipeError):
+                sys.stdout.flush()
             os._exit(code or 0)  # an interpreter that was forked is not sure to end by itself
         print(pid, flush=True)
 

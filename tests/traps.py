@@ -85,6 +85,13 @@ class Traps:
         setattr(holder, method, call)
 
     @staticmethod
+    def closed_pipe() -> None:
+        """Standard output is a pipe that nobody reads."""
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.dup2(writer, 1)
+
+    @staticmethod
     def announce_after(seconds: float) -> None:
         """Seconds after which a process prints that it waits for the others to connect."""
         draftsmith.train.launch.ANNOUNCED_AFTER = seconds

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from runpy import run_path
-from typing import Any
 
 import pytest
 import torch
@@ -100,6 +99,7 @@ def test_training(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
     assert sum(float(cell.rstrip("%")) for cell in cells[4 : 4 + len(PARTS)]) > 80, "the parts are the whole step"
 
 
+@pytest.mark.slow
 def test_batches(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--pair tiny --batches 1 3 --max-new-tokens 6 --repeats 1 --cpu-time"
     printed = output_of("batches", sizes, monkeypatch, capsys)
@@ -107,44 +107,6 @@ def test_batches(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert len(rows) == 5 + 10
     assert len(set(rows)) == len(rows)
     assert "\nbatch 3: on-policy sampling " in printed
-
-
-@pytest.mark.parametrize(
-    ("package", "kind", "options", "pairs"),
-    [
-        (
-            "flashspec",
-            "draft_model",
-            {"init": "target_layers"},
-            [
-                ("gamma 4", "transformers, assisted"),
-                ("gamma 4", "flashspec"),
-                ("hybrid, adaptive", "flashspec, its default"),
-            ],
-        ),
-        ("dflash", "dflash", {"block_size": 4}, [("DFlash", "the dflash package")]),
-        ("dflash", "dflash", {"block_size": 4, "trained_mask": True}, [("DFlash", "the dflash package")]),
-        ("economize", "eagle3", {}, [("EAGLE-3", "economize")]),
-    ],
-)
-def test_decoding_peers(
-    package: str,
-    kind: str,
-    options: dict[str, Any],
-    pairs: list[tuple[str, str]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    """Greedy texts of both sides are the same; the script fails where they differ."""
-    pytest.importorskip(package)
-    target = load_target("embedded").model
-    drafter, made_for = HEADS[kind].from_target(target, **options), describe_target(target, None, "embedded")
-    save_drafter(drafter, tmp_path / "drafter", target=made_for, recipe=None, draft_length=3)
-    sizes = "--prompts 1 --repeats 1 --max-new-tokens 12"
-    printed = output_of("decoding_peers", f"--drafter {tmp_path / 'drafter'} {sizes}", monkeypatch, capsys)
-    for own, peer in pairs:
-        assert re.search(rf"^{own} / {peer}: .*; 1 of 1 texts are the same$", printed, re.MULTILINE), printed
 
 
 def test_decoding_peers_refuses(

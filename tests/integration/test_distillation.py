@@ -13,6 +13,7 @@ from commands import printed, write_prompts, write_rows
 from commands import run as call
 from conftest import LETTERS, make_llama
 from datasets import Dataset
+from forked import Processes, Server
 from run_results import finished, losses_of, taus_of
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -94,9 +95,7 @@ def test_a_run_starts_from_a_trained_drafter(recipe_file: Path, tmp_path: Path) 
             run(recipe_file, f"start_from={first}", change, f"output={tmp_path}/fifth")
 
 
-def test_training_continues_on_served_responses(
-    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_continues_on_served_responses(recipe_file: Path, tmp_path: Path) -> None:
     """The shipped recipe, on responses of the target; the result is never worse than the drafter."""
     run(recipe_file, "train.steps=8", f"output={tmp_path}/first")
     drafter, target = tmp_path / "first" / "drafter", load_recipe(str(recipe_file)).target.model
@@ -167,6 +166,17 @@ def test_preview_marks_what_is_trained(
     assert "sample 1: 4 tokens, 0 trained" in printed(capsys, *preview, "--response", "target")[1]
     said = printed(capsys, *preview, "--template-option", "x")[2]
     assert "--template-option x; expected key=value" in said
+
+
+def test_a_pipe_that_is_closed_ends_a_preview(
+    tiny_target_folder: Path, prompts: Path, tmp_path: Path, run_server: Server
+) -> None:
+    """It is printed through rich, which would exit with another code."""
+    processes, log = Processes(run_server, {"DRAFTSMITH_CACHE": str(tmp_path / "cache")}), tmp_path / "log"
+    words = ["data", "preview", str(prompts), "--target", str(tiny_target_folder)]
+    started = processes.start(words, log, 1, {}, {"closed_pipe": {}}, program="draftsmith")
+    assert processes.wait(started) == [141], log.read_text()
+    assert "Traceback" not in log.read_text()
 
 
 def test_preview_marks_what_a_run_trains(

@@ -106,6 +106,7 @@ IN_FILES |= {"METRICS": "train/validation"}
 """Tables and the files in which they are."""
 
 
+@pytest.mark.slow
 def test_additions_take_the_files_that_the_page_names(recipe_file: Path, tmp_path: Path) -> None:
     """Write each block of the page to its file in a copy of the package, and train with all of them.
 

@@ -17,7 +17,7 @@ import yaml
 from commands import write_prompts, write_rows
 from conftest import LETTERS, make_llama, mostly_slow
 from forked import Processes, Server, free_port
-from run_results import as_if_killed, metrics_of
+from run_results import as_if_killed, finished, metrics_of
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
@@ -224,7 +224,7 @@ def test_muon_gathers_what_fsdp2_shards(runs: Runs) -> None:
 def test_two_processes_agree_on_an_early_end(runs: Runs) -> None:
     runs.run("still", "ddp", "train.learning_rate=1e-9", "train.patience=1")
     assert runs.rows("still")[-1]["ending"]["last_step"] == 3
-    assert json.loads((runs.place / "still" / "finished.json").read_text())["steps"] == 3
+    assert finished(runs.place / "still")["steps"] == 3
 
 
 @pytest.mark.slow

@@ -106,6 +106,7 @@ def test_a_whole_evaluation(
     assert "expected an eval.json" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pictures_of_a_pixel")
 def test_compiled_and_invariant_variants(
     tmp_path: Path, tiny_target_folder: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,6 +1,7 @@
 """`draftsmith eval server` against servers whose drafts are known in advance."""
 
 import json
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -63,28 +64,49 @@ def prompts(tmp_path: Path) -> Path:
     return write_rows(tmp_path / "prompts.jsonl", rows)
 
 
-def served(folder: Path, prompts: Path, engine: Engine, out: Path, *more: Any) -> int:
-    options = ["--prompts", prompts, "--temperature", 1, "--repeats", 2, "--max-new-tokens", 7, "--out", out, *more]
-    command = ["eval", "server", engine.url, "--target", folder, "--model", "tiny", "--concurrency", 1]
-    return run(*command, "--concurrency", 2, *options)
+@dataclass
+class Served:
+    """Measures engines with the target's prompts."""
+
+    folder: Path
+    prompts: Path
+    place: Path
+    capsys: pytest.CaptureFixture[str]
+
+    def __call__(self, engine: Engine, *more: Any, out: str = "out") -> int:
+        options = ["--prompts", self.prompts, "--temperature", 1, "--repeats", 2, "--max-new-tokens", 7]
+        command = ["eval", "server", engine.url, "--target", self.folder, "--model", "tiny", "--concurrency", 1]
+        return run(*command, "--concurrency", 2, *options, "--out", self.place / out, *more)
+
+    def stored(self, out: str = "out") -> dict[str, Any]:
+        return json.loads((self.place / out / "eval.json").read_text())
+
+    def said(self) -> str:
+        """Return what was printed since, in one line."""
+        return " ".join("".join(self.capsys.readouterr()).split())
+
+
+@pytest.fixture
+def served(folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Served:
+    return Served(folder, prompts, tmp_path, capsys)
 
 
 def test_tau_acceptance_and_speed_of_vllm(
-    folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    served: Served, folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a baseline on a second server, and again from its eval.json."""
     with Drafting("vllm").engine.running() as engine, Drafting(None).engine.running() as plain:
         words = f"--target {folder} --model tiny --prompts {prompts}"
-        assert served(folder, prompts, engine, tmp_path / "one", "--baseline", plain.url) == 0
+        assert served(engine, "--baseline", plain.url, out="one") == 0
         assert "next:" not in capsys.readouterr().out
-        assert served(folder, prompts, plain, tmp_path / "alone") == 0
+        assert served(plain, out="alone") == 0
         again = f"\nnext: draftsmith eval server {plain.url} {words} --baseline URL_WITHOUT_DRAFTER"
         again += f" --out {tmp_path}/alone-beside\n"
         assert capsys.readouterr().out.endswith(again)
-        assert served(folder, prompts, engine, tmp_path / "two", "--baseline", tmp_path / "alone") == 0
-        assert served(folder, prompts, engine, tmp_path / "two") == 2
+        assert served(engine, "--baseline", tmp_path / "alone", out="two") == 0
+        assert served(engine, out="two") == 2
     for name in ("one", "two"):
-        stored = json.loads((tmp_path / name / "eval.json").read_text())
+        stored = served.stored(name)
         assert [row["concurrency"] for row in stored["server"]] == [1, 2]
         for row in stored["server"]:
             assert (row["tau"], row["acceptance_at"], row["prompts"]) == (2.0, [1.0, 0.0], 6)
@@ -95,15 +117,15 @@ def test_tau_acceptance_and_speed_of_vllm(
         report = (tmp_path / name / "report.md").read_text()
         assert "| 2.00 [2.00, 2.00] | 1.00 0.00 |" in report
         assert "- Measured on 6 prompts in 3 batches: differences" in report
-    alone = json.loads((tmp_path / "alone" / "eval.json").read_text())
+    alone = served.stored("alone")
     assert [row["tau"] for row in alone["server"]] == [None, None]
     capsys.readouterr()
     assert run("eval", "compare", tmp_path / "one", tmp_path / "two") == 0
-    assert "tau does not differ measurably" in " ".join(capsys.readouterr().out.split())
+    assert "tau does not differ measurably" in served.said()
 
 
 def test_servers_take_turns_and_a_killed_measurement_continues(
-    folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first server fails in the middle; the same command asks only for what is missing, also after a cut line."""
     order: list[str] = []
@@ -118,13 +140,13 @@ def test_servers_take_turns_and_a_killed_measurement_continues(
     with Drafting("vllm").engine.running() as engine, Drafting(None).engine.running() as plain:
         with monkeypatch.context() as patched:
             patched.setattr(measure.ServerRun, "turn", watched)
-            assert served(folder, prompts, engine, tmp_path / "out", "--baseline", plain.url) != 0
+            assert served(engine, "--baseline", plain.url) != 0
         one, other = (url.url + "/v1" for url in (engine, plain))
         assert order == [one, other, one, other, other, one, one], "warm-up, then in turns"
         journal = tmp_path / "out" / "batches.jsonl"
         assert journal.read_text().count('"fact"') == 1 + 4, "a batch is stored once all servers have answered it"
-        assert served(folder, prompts, engine, tmp_path / "out", "--baseline", plain.url, "--seed", 9) == 2
-        assert "holds another run: seed=0 there, 9 here" in " ".join(capsys.readouterr().err.split())
+        assert served(engine, "--baseline", plain.url, "--seed", 9) == 2
+        assert "holds another run: seed=0 there, 9 here" in served.said()
         journal.write_text(journal.read_text()[:-9])
         asked: list[str] = []
 
@@ -133,28 +155,28 @@ def test_servers_take_turns_and_a_killed_measurement_continues(
             return await turn(self, *arguments)
 
         monkeypatch.setattr(measure.ServerRun, "turn", counted)
-        assert served(folder, prompts, engine, tmp_path / "out", "--baseline", plain.url) == 0
+        assert served(engine, "--baseline", plain.url) == 0
         turns = (5 + 2) + (3 + 1)  # the last prompt has two turns
         assert len(asked) == 2 + 2 * 2 * turns - 2, "warm-up, and all batches but the one whose lines are whole"
-    rows = json.loads((tmp_path / "out" / "eval.json").read_text())["server"]
+    rows = served.stored()["server"]
     assert [(row["tau"], row["acceptance_at"]) for row in rows] == [(2.0, [1.0, 0.0])] * 2
     assert not journal.exists()
     with Drafting(None).engine.running() as plain:
-        assert served(folder, prompts, plain, tmp_path / "out", "--seed", 9) == 2
-        assert served(folder, prompts, plain, tmp_path / "out", "--seed", 9, "--overwrite") == 0
-    assert json.loads((tmp_path / "out" / "eval.json").read_text())["settings"]["seed"] == 9
+        assert served(plain, "--seed", 9) == 2
+        assert served(plain, "--seed", 9, "--overwrite") == 0
+    assert served.stored()["settings"]["seed"] == 9
 
 
 @pytest.mark.parametrize(
     ("style", "acceptance", "alpha"), [("sglang", [], None), ("llamacpp", [1.0, 0.0], 0.5)], ids=["sglang", "llama"]
 )
 def test_tau_and_acceptance_of_other_engines(
-    style: str, acceptance: list[float], alpha: float | None, folder: Path, prompts: Path, tmp_path: Path, capsys: Any
+    served: Served, style: str, acceptance: list[float], alpha: float | None, capsys: Any
 ) -> None:
     """SGLang counts verifications alone. The result is printed as JSON, too."""
     with Drafting(style).engine.running() as engine:
-        assert served(folder, prompts, engine, tmp_path / "out", "--json") == 0
-    stored = json.loads((tmp_path / "out" / "eval.json").read_text())
+        assert served(engine, "--json") == 0
+    stored = served.stored()
     assert [(row["tau"], row["acceptance_at"], row["alpha"]) for row in stored["server"]] == [
         (2.0, acceptance, alpha)
     ] * 2
@@ -163,41 +185,25 @@ def test_tau_and_acceptance_of_other_engines(
 
 
 def test_a_server_that_loses_temperatures_is_refused(
-    folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    served: Served, folder: Path, prompts: Path, tmp_path: Path
 ) -> None:
     """Its answers at T=0.01 are as those at T=1, and it is measured at T=0 alone."""
     with Engine(loses_temperatures=True).running() as engine, Engine().running() as other:
-        assert served(folder, prompts, engine, tmp_path / "out") == 2
-        said = " ".join(capsys.readouterr().err.split())
+        assert served(engine) == 2
+        said = served.said()
         assert f"server {engine.url}/v1: 8 of 8 answers at T=0.01 are other texts than the greedy ones" in said
         assert "does not sample at the temperature that it is asked for" in said
         assert not (tmp_path / "out" / "eval.json").exists()
         assert all(body["temperature"] <= 0.01 for body in engine.asked), "nothing was measured"
-        assert served(folder, prompts, other, tmp_path / "out", "--baseline", engine.url) == 2
-        assert f"server {engine.url}/v1: 8 of 8 answers" in " ".join(capsys.readouterr().err.split())
+        assert served(other, "--baseline", engine.url) == 2
+        assert f"server {engine.url}/v1: 8 of 8 answers" in served.said()
         command = ["eval", "server", engine.url, "--target", folder, "--model", "tiny", "--prompts", prompts]
         assert run(*command, "--temperature", 0, "--repeats", 1, "--out", tmp_path / "zero") == 0
-        assert served(folder, prompts, other, tmp_path / "out") == 0
-
-
-def test_a_local_measurement_is_compared_with_a_server(
-    folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The local drafter accepts nothing else than prompt lookup does; the engine's first position is far better."""
-    local = ["eval", "--target", folder, "--drafter", "suffix", "--prompts", prompts, "--temperature", 1]
-    local += ["--max-new-tokens", 7, "--repeats", 2, "--out", tmp_path / "local", "--gamma", 2]
-    assert run(*local) == 0
-    with Drafting("vllm").engine.running() as engine:
-        assert served(folder, prompts, engine, tmp_path / "served") == 0
-    capsys.readouterr()
-    assert run("eval", "compare", tmp_path / "local", tmp_path / "served") == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "B's tiny (engine): tau" in said
-    assert "a real difference" in said
+        assert served(other) == 0
 
 
 def test_a_drafter_that_lost_its_lm_head_is_named(
-    folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    served: Served, folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The engine accepts as many of the target's own drafts as the local decoder does with such an lm_head."""
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -212,22 +218,23 @@ def test_a_drafter_that_lost_its_lm_head_is_named(
         drafters += ["--drafter", f"{name}={tmp_path / name}"]
     assert run(*local, *drafters, "--out", tmp_path / "lost") == 0
     assert run(*local, "--drafter", f"d={folder}", "--out", tmp_path / "local") == 0
-    rows = json.loads((tmp_path / "lost" / "eval.json").read_text())["rows"]
+    rows = served.stored("lost")["rows"]
     firsts = {row["drafter"]: row["acceptance_at"][0] for row in rows if row["drafter"] in heads}
     for name in heads:
         assert (firsts[name] == 1.0) == (name == "intact")
         capsys.readouterr()
         with Drafting("vllm", firsts[name]).engine.running() as engine:
-            assert served(folder, prompts, engine, tmp_path / f"served {name}", "--temperature", 0) == 0
+            assert served(engine, "--temperature", 0, out=f"served {name}") == 0
         note = "of the first draft tokens are accepted, no more than of random ones: an lm_head that was quantised"
-        said = " ".join(capsys.readouterr().out.split())
+        said = served.said()
         assert (note in said) == (name != "intact")
         assert run("eval", "compare", tmp_path / "local", tmp_path / f"served {name}") == 0
-        said = " ".join(capsys.readouterr().out.split())
+        said = served.said()
         assert ("(1) weights (an lm_head that was quantised" in said) == (name != "intact")
+        assert "B's tiny (engine): tau" in said
 
 
-def test_a_server_with_a_shorter_context_than_the_target(folder: Path, tmp_path: Path) -> None:
+def test_a_server_with_a_shorter_context_than_the_target(served: Served, folder: Path, tmp_path: Path) -> None:
     """Texts end where it does, and prompts that fill it are left out."""
     file = write_prompts(tmp_path / "long.jsonl", "abc", "abcdefgh", "abcdefghijkl")
     with Engine(contexts={"tiny": 12}).running() as engine:
@@ -235,31 +242,29 @@ def test_a_server_with_a_shorter_context_than_the_target(folder: Path, tmp_path:
         command += ["--temperature", 0, "--max-new-tokens", 7, "--repeats", 1, "--out", tmp_path / "out"]
         assert run(*command) == 0
         assert {(len(body["prompt"]), body["max_tokens"]) for body in engine.asked} == {(3, 1), (3, 7), (8, 4)}
-    notes = json.loads((tmp_path / "out" / "eval.json").read_text())["notes"]
+    notes = served.stored()["notes"]
     assert notes[0].startswith(f"1 of 3 prompts were left out; the first: {file}:3: prompt=12 tokens")
 
 
-def test_wrong_options_and_servers(folder: Path, prompts: Path, tmp_path: Path, capsys: Any) -> None:
+def test_wrong_options_and_servers(served: Served, tmp_path: Path) -> None:
     with Engine(model="other").running() as engine:
-        assert served(folder, prompts, engine, tmp_path / "out") == 2
-        assert "does not serve tiny" in capsys.readouterr().err
+        assert served(engine) == 2
+        assert "does not serve tiny" in served.said()
     with Engine().running() as engine:
-        assert served(folder, prompts, engine, tmp_path / "out", "--baseline", tmp_path / "none") == 2
-        assert served(folder, prompts, engine, tmp_path / "out", "--concurrency", 2) == 2
-        assert "each only once" in capsys.readouterr().err
-    assert served(folder, prompts, engine, tmp_path / "out") == 2
-    said = " ".join(capsys.readouterr().err.split())
+        assert served(engine, "--baseline", tmp_path / "none") == 2
+        assert served(engine, "--concurrency", 2) == 2
+        assert "each only once" in served.said()
+    assert served(engine) == 2
+    said = served.said()
     assert f"server {engine.url}/v1 cannot be reached" in said
     assert not (tmp_path / "out").exists(), "the same --out serves the corrected command"
 
 
-def test_a_baseline_is_checked_before_anything_is_measured(
-    folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_baseline_is_checked_before_anything_is_measured(served: Served, tmp_path: Path) -> None:
     with Drafting(None).engine.running() as plain, Drafting("vllm").engine.running() as engine:
-        assert served(folder, prompts, plain, tmp_path / "alone") == 0
-        assert served(folder, prompts, engine, tmp_path / "drafting") == 0
-    stored = json.loads((tmp_path / "alone" / "eval.json").read_text())
+        assert served(plain, out="alone") == 0
+        assert served(engine, out="drafting") == 0
+    stored = served.stored("alone")
     del stored["server"]
     (tmp_path / "local.json").write_text(json.dumps(stored))
     asked = Drafting("vllm")
@@ -271,10 +276,10 @@ def test_a_baseline_is_checked_before_anything_is_measured(
             ("--baseline", tmp_path / "drafting"): "on a server that drafts; expected one without a drafter",
             ("--baseline", tmp_path / "local.json"): "local.json was not measured on a server; expected",
         }.items():
-            assert served(folder, prompts, engine, tmp_path / "out", "--baseline", tmp_path / "alone", *more) == 2
-            assert reason in " ".join(capsys.readouterr().err.split())
-        assert served(folder, prompts, engine, tmp_path / "out", "--baseline", "http://127.0.0.1:9") == 2
-        assert "127.0.0.1:9" in capsys.readouterr().err
+            assert served(engine, "--baseline", tmp_path / "alone", *more) == 2
+            assert reason in served.said()
+        assert served(engine, "--baseline", "http://127.0.0.1:9") == 2
+        assert "127.0.0.1:9" in served.said()
     assert asked.answers == 0
     assert not (tmp_path / "out" / "eval.json").exists()
 
@@ -305,14 +310,14 @@ def test_milliseconds_of_batches_that_are_not_full(size: int) -> None:
     assert row["milliseconds_per_token"] == pytest.approx(10)
 
 
-def test_a_server_with_other_requests_is_refused(folder: Path, prompts: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_server_with_other_requests_is_refused(served: Served) -> None:
     """Its counters change from one reading to the next."""
     drafts = count()
     busy = Engine(metrics=lambda _: f"vllm:spec_decode_num_drafts_total {next(drafts)}")
     with busy.running() as engine:
-        assert served(folder, prompts, engine, tmp_path / "out") == 2
+        assert served(engine) == 2
     expected = "its counters changed in each of 50 readings; expected none during a measurement"
-    assert expected in " ".join(capsys.readouterr().err.split())
+    assert expected in served.said()
 
 
 def test_counters_of_several_engines_are_added() -> None:
@@ -397,7 +402,7 @@ def test_redirects_on_the_same_host_are_followed(location: str, known: bool, mon
         assert CounterRoutes(engine.url).counters().known == known
 
 
-def test_drafts_of_different_lengths(folder: Path, prompts: Path, tmp_path: Path) -> None:
+def test_drafts_of_different_lengths(served: Served) -> None:
     """Of an answer's drafts, one has one token and two have three; the counters tell acceptance of the first alone."""
     at = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     drafting = Drafting("vllm")
@@ -412,8 +417,8 @@ def test_drafts_of_different_lengths(folder: Path, prompts: Path, tmp_path: Path
         }.items()
     )
     with drafting.engine.running() as engine:
-        assert served(folder, prompts, engine, tmp_path / "out") == 0
-    stored = json.loads((tmp_path / "out" / "eval.json").read_text())
+        assert served(engine) == 0
+    stored = served.stored()
     assert [(row["tau"], row["acceptance_at"], row["alpha"]) for row in stored["server"]] == [
         (2.0, [pytest.approx(2 / 3)], None)
     ] * 2
@@ -439,31 +444,29 @@ def test_positions_of_which_the_counts_tell_acceptance(
     assert (numbers.tested, numbers.lengths_known) == (tested, known)
 
 
-def test_a_baseline_that_drafts_is_refused(
-    folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_baseline_that_drafts_is_refused(served: Served) -> None:
     with Drafting("vllm").engine.running() as engine, Drafting("vllm").engine.running() as other:
-        assert served(folder, prompts, engine, tmp_path / "out", "--baseline", other.url) == 2
-    assert f"baseline={other.url} drafts; expected a server without a drafter" in capsys.readouterr().err
+        assert served(engine, "--baseline", other.url) == 2
+    assert f"baseline={other.url} drafts; expected a server without a drafter" in served.said()
 
 
-def test_metrics_that_stop_being_readable_are_no_zeros(
-    folder: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_metrics_that_stop_being_readable_are_no_zeros(served: Served) -> None:
     """The route is gone after the warm-up, and in a continued run; neither reading becomes a batch without drafts."""
     drafting = Drafting("vllm")
     with drafting.engine.running() as engine:
         drafting.engine.route_status = lambda path: 404 if path == "/metrics" and drafting.answers > 42 else 200
-        assert served(folder, prompts, engine, tmp_path / "out", "--temperature", 0) == 2
-        assert "/metrics were not read each time (status 404)" in " ".join(capsys.readouterr().err.split())
-        assert served(folder, prompts, engine, tmp_path / "out", "--temperature", 0) == 2
-        assert "/metrics were read for the first batches (status 404)" in " ".join(capsys.readouterr().err.split())
+        assert served(engine, "--temperature", 0) == 2
+        assert "/metrics were not read each time (status 404)" in served.said()
+        assert served(engine, "--temperature", 0) == 2
+        assert "/metrics were read for the first batches (status 404)" in served.said()
         drafting.engine.route_status = lambda path: 200
-        assert served(folder, prompts, engine, tmp_path / "out", "--temperature", 0) == 0
-    assert [row["tau"] for row in json.loads((tmp_path / "out" / "eval.json").read_text())["server"]] == [2.0] * 4
+        assert served(engine, "--temperature", 0) == 0
+    assert [row["tau"] for row in served.stored()["server"]] == [2.0] * 4
 
 
-def test_turns_that_cannot_follow_are_counted_and_the_same_for_both(folder: Path, tmp_path: Path) -> None:
+def test_turns_that_cannot_follow_are_counted_and_the_same_for_both(
+    served: Served, folder: Path, tmp_path: Path
+) -> None:
     """The server's answers to one of three conversations are another text: its second turn is asked of neither."""
     write_rows(tmp_path / "turns.jsonl", ({"turns": [letter * 3, "y"]} for letter in "abc"))
 
@@ -478,7 +481,7 @@ def test_turns_that_cannot_follow_are_counted_and_the_same_for_both(folder: Path
         command = ["eval", "server", one.url, "--baseline", two.url, "--target", folder, "--model", "tiny"]
         command += ["--prompts", tmp_path / "turns.jsonl", "--temperature", 0, "--repeats", 1, "--max-new-tokens", 7]
         assert run(*command, "--concurrency", 2, "--out", tmp_path / "out") == 0
-    stored = json.loads((tmp_path / "out" / "eval.json").read_text())
+    stored = served.stored()
     note = "1 later turns were left out, since answers before them have tokens that are another text for the tokenizer."
     assert note in stored["notes"]
     assert [row["turns_left_out"] for row in stored["server"]] == [1]

@@ -76,7 +76,7 @@ def test_the_row_is_named_and_may_be_left_out(kind: str, start: Start, tmp_path:
     assert losses_of(tmp_path / "whole") == losses_of(folder), "a run that left it out from the start"
 
 
-def test_a_row_of_the_validation_is_named_too(start: Start, tmp_path: Path) -> None:
+def test_a_row_of_the_validation_is_named_too(start: Start) -> None:
     validated = ("drafter.type=medusa", "data.validation=8")
     with pytest.raises(DraftsmithError, match=r"step=0, .*validation_loss=nan.*row 5, which.*exclude_rows=\[5\]"):
         start(*validated)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from draftsmith.train.run_folder import read_metrics
 
 KILLED = -signal.SIGKILL
-STEPS = 32
+STEPS = 20
 SHORT = ("train.steps=4", "train.evaluate_every=2", "train.checkpoint_every=2", "train.keep_checkpoints=1")
 WITHOUT_FAULTS: dict[str, tuple[int, tuple[str, ...]]] = {"whole": (1, ()), "two": (2, ()), "short": (1, SHORT)}
 """Processes and overrides of the runs that others are compared with."""
@@ -108,7 +108,8 @@ def _assert_whole(folder: Path) -> None:
         assert all(json.loads(file.read_text()) for file in kept.glob("*.json"))
 
 
-@pytest.mark.parametrize("lasting", mostly_slow([False, True], False))
+@pytest.mark.slow
+@pytest.mark.parametrize("lasting", [False, True])
 def test_a_kill_at_any_write_leaves_whole_folders(lasting: bool, runs: Runs) -> None:
     """At the n-th rename, deletion, half-written file or fsync: n rises until a run gets through."""
     kills, name = 0, f"trapped-{lasting}"
@@ -141,7 +142,7 @@ def test_a_kill_at_any_write_keeps_what_is_replaced(lasting: bool, runs: Runs) -
         assert (runs.folder(name) / "drafter").exists() or aside, "the old one went before the new one came"
         moved_aside += not (runs.folder(name) / "drafter").exists()
         assert [path for path in runs.checkpoints(name) if path[0] != "."], "the old one went before the new one came"
-        if number % 4 == 0 or not (runs.folder(name) / "drafter").exists():
+        if number % 8 == 0 or not (runs.folder(name) / "drafter").exists():
             assert runs.run(name, *SHORT) == [0]
             assert runs.result(name) == runs.result("short")
             assert runs.checkpoints(name) == ["step-000004"]
@@ -181,18 +182,22 @@ def test_a_second_signal_stops_at_once(runs: Runs) -> None:
 
 def test_processes_stop_together_and_their_number_may_change(runs: Runs) -> None:
     """A signal to the second of two stops both after the same step; then one process continues, then two again."""
-    assert runs.losses("two") == pytest.approx(runs.losses("whole"), abs=1e-5)
-    assert runs.losses("two") != runs.losses("whole"), "there were two: sums are added up in another order"
     trap = {"step": 8, "number": signal.SIGTERM, "rank": 1}
-    assert runs.run("pair", processes=2, signal_at_step=trap) == [143, 143]
-    assert runs.checkpoints("pair")[-1] == "step-000008"
-    shutil.copytree(runs.folder("pair"), runs.folder("changing"))
-    assert runs.run("pair", processes=2) == [0, 0]
-    assert runs.result("pair") == runs.result("two")
+    assert runs.run("changing", processes=2, signal_at_step=trap) == [143, 143]
+    assert runs.checkpoints("changing")[-1] == "step-000008"
+    assert runs.losses("changing") != runs.losses("whole")[:8], "two add sums up in another order"
     assert runs.run("changing", kill_at_step={"step": 17}) == [KILLED]
     assert runs.run("changing", processes=2) == [0, 0]
     assert "resuming after step 15" in runs.said("changing")
     assert runs.losses("changing") == pytest.approx(runs.losses("whole"), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_continue_bit_by_bit(runs: Runs) -> None:
+    trap = {"step": 8, "number": signal.SIGTERM, "rank": 0}
+    assert runs.run("pair", processes=2, signal_at_step=trap) == [143, 143]
+    assert runs.run("pair", processes=2) == [0, 0]
+    assert runs.result("pair") == runs.result("two")
 
 
 @pytest.mark.slow
@@ -213,7 +218,7 @@ def test_noise_is_the_same_on_each_process_after_a_kill(drafter: list[str], runs
 @pytest.mark.parametrize(
     ("processes", "step", "room", "what", "kept"),
     [
-        (1, 12, 50_000, "drafter", 9),
+        (1, 8, 50_000, "drafter", 6),
         pytest.param(1, 8, 60_000, "checkpoints", 6, marks=pytest.mark.slow),
         pytest.param(2, 8, 60_000, "checkpoints", 6, marks=pytest.mark.slow),
         pytest.param(1, 8, 1_800, "metrics.jsonl", 6, marks=pytest.mark.slow),
@@ -227,7 +232,7 @@ def test_a_full_disk_stops_the_run_and_keeps_what_it_has(
     folder = runs.folder(name)
     assert f"DraftsmithError: {folder / what} cannot be written (" in runs.said(name)
     taus = {row["step"]: row["evaluation"]["tau"] for row in read_metrics(folder) if "evaluation" in row}
-    best = max((at for at in taus if what != "drafter" or at < step), key=lambda at: taus[at])
+    best = max((at for at in taus if what != "drafter" or at < step), key=lambda at: (taus[at], at))
     assert f"kept: the checkpoint of step {kept} and the best drafter, of step {best}." in runs.said(name)
     assert "Traceback" not in runs.said(name)
     assert runs.leftovers(name) == []
@@ -240,7 +245,7 @@ def test_a_full_disk_stops_the_run_and_keeps_what_it_has(
 def test_a_run_of_another_recipe_is_refused(runs: Runs) -> None:
     assert runs.run("mine", kill_at_step={"step": 2}) == [KILLED]
     assert runs.run("mine", "train.steps=64") == [2]
-    assert "holds another run: train.steps=32 there, 64 here" in runs.said("mine")
+    assert "holds another run: train.steps=20 there, 64 here" in runs.said("mine")
 
 
 @pytest.mark.parametrize("at", mostly_slow(["start", "log", "finish"], "log"))

@@ -162,6 +162,7 @@ def test_refusals_that_need_the_models(
 ASSETS = Path(os.environ.get("DRAFTSMITH_ASSETS") or Path(__file__).parents[3] / "shared" / "assets")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (ASSETS / "models").is_dir(), reason="no pretrained models: set DRAFTSMITH_ASSETS")
 def test_a_pretrained_pair_that_nobody_here_made(tmp_path: Path, profile: Path) -> None:
     """Greedily the forecast is of the very texts that are decoded: tau agrees to the last digit."""

@@ -86,9 +86,7 @@ def test_from_a_file_to_a_drafter_for_llama_server(
 
 
 @pytest.mark.parametrize("command", mostly_slow(["eval", "generate", "memory", "train"], "eval", "memory"))
-def test_a_broken_file_ends_in_one_line(
-    command: str, paths: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_broken_file_ends_in_one_line(command: str, paths: dict[str, Path], capsys: pytest.CaptureFixture) -> None:
     paths["target"].write_bytes(paths["target"].read_bytes()[:5000])
     target, prompts = str(paths["target"]), str(paths["prompts"])
     arguments = {

@@ -124,9 +124,8 @@ def test_a_run_ends_with_its_numbers_by_source(
     own = best["by_source"][str(files["code"])]
     assert f" {own['tau']:.2f} [{own['interval'][0]:.2f}, {own['interval'][1]:.2f}] │" in table
     assert f" {own['validation_alpha'][0]:.3f} │" in table
-    run.record.close()
     as_if_killed(tmp_path / "run", 4)
-    trainer.train(run.recipe)
+    run_of(recipe_file, tmp_path / "run", *mixed).train()
     assert finished(tmp_path / "run")["by_source"] == best["by_source"]
 
 

@@ -171,7 +171,6 @@ def test_one_command_continues_a_published_folder(
 
 CONTRADICTED = {
     "drafter={type: eagle3}": "drafter.type='eagle3'; expected 'dflash', as start_from=",
-    "drafter={type: dflash, block_size: 8}": "drafter.block_size=8; expected 4, as start_from=",
     "drafter={type: dflash, layers: [1, 4]}": "drafter.layers=[1, 4]; expected [2, 4], as start_from=",
 }
 
@@ -311,6 +310,7 @@ def test_commands_accept_a_published_folder(
     assert_commands_accept(folder, format, target, tmp_path, check=name in CHECKED)
 
 
+@pytest.mark.slow
 def test_commands_accept_a_module_in_the_targets_files(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     make_target("MiMo", tmp_path / "t")
     tiny_tokenizer.save_pretrained(tmp_path / "t")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import run, write_prompts, write_rows
+from commands import run, write_rows
 from conftest import LETTERS, make_llama
 from engine_server import Engine, answer_tokens, behind_a_proxy, chat_tokenizer, model_answers
 from forked import free_port
@@ -19,7 +19,6 @@ from transformers_server import serving
 
 from draftsmith.distill.load_target import load_target
 from draftsmith.distill.server.probe import HOT
-from draftsmith.distill.server.responses import request_seed
 from draftsmith.errors import ConfigError
 from draftsmith.train import data_commands as module
 from draftsmith.train import trainer
@@ -160,37 +159,6 @@ def test_without_the_extra_a_server_is_refused(recipe_file: Path, monkeypatch: p
     monkeypatch.setattr("draftsmith.distill.data_section.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[serve\]'"):
         prepare(load_recipe(str(recipe_file), ["data.server={url: 'http://h', model: tiny}"]))
-
-
-@pytest.mark.slow
-def test_a_killed_command_asks_only_for_the_rest(folder: Path, tmp_path: Path) -> None:
-    prompts = write_prompts(tmp_path / "many.jsonl", *(f"{a}{b}{a}" for a in "abcdefgh" for b in "ijklmnop"))
-
-    def slowly(*asked: Any) -> list[int]:
-        time.sleep(0.1)
-        return answer_tokens(*asked)
-
-    with Engine(answer=slowly).running() as engine:
-        command = ["data", "regenerate", prompts, "--target", folder, "--server", engine.url, "--model", "tiny"]
-        command += ["--prompt-tokens", 9, "--response-tokens", 8, "--concurrency", 2, "--out", tmp_path / "out.jsonl"]
-        child = subprocess.Popen([sys.executable, "-m", "draftsmith", *map(str, command)], env={**os.environ})
-        while sum(engine.answered.values()) < 10:
-            assert child.poll() is None
-            time.sleep(0.05)
-        os.kill(child.pid, signal.SIGKILL)
-        child.wait()
-        (journal,) = tmp_path.glob(".out.jsonl.*/answers.jsonl")
-        lines = [line for line in journal.read_bytes().splitlines(keepends=True)[1:] if line.endswith(b"\n")]
-        stored = {request_seed(0, *json.loads(line)["place"]) for line in lines}
-        engine.asked.clear()
-        assert run(*command) == 0
-        again = [body["seed"] for body in engine.asked if body["temperature"] > 0]
-    assert len(stored) >= 8
-    assert not stored & set(again)
-    assert len(stored) + len(again) == 64
-    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    prompt_ids = [load_target(str(folder)).tokenizer(f"{a}{b}{a}")["input_ids"] for a in "abcdefgh" for b in "ijklmnop"]
-    assert [row["input_ids"][:3] for row in rows] == prompt_ids
 
 
 @pytest.mark.slow

@@ -73,7 +73,7 @@ def texts_of(name: str) -> list[list[int]]:
     return texts
 
 
-@pytest.mark.parametrize("name", mostly_slow(FAMILIES, "draft_model", "eagle3"))
+@pytest.mark.parametrize("name", mostly_slow(FAMILIES, "eagle3"))
 def test_families_decode(name: str) -> None:
     """With the same texts as where nothing is told apart."""
     with two_places():

@@ -159,7 +159,8 @@ def test_targets_that_think_have_overrides_for_it() -> None:
             assert answers.data.response_tokens >= 4096
 
 
-@pytest.mark.parametrize("name", mostly_slow(THINKING, "qwen3-8b/eagle3"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", THINKING)
 def test_a_run_with_thinking_fits_the_card_of_the_header(
     name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
 ) -> None:

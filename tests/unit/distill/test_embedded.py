@@ -14,6 +14,7 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(embedded_target())
 
 
+@pytest.mark.slow  # the training split is large
 def test_no_module_is_in_both_splits():
     train, heldout = read_modules("train"), read_modules("heldout")
     assert not {module.path for module in train} & {module.path for module in heldout}
@@ -22,6 +23,7 @@ def test_no_module_is_in_both_splits():
     assert len({module.kind for module in heldout}) >= 4
 
 
+@pytest.mark.slow
 def test_no_tests_and_no_other_peoples_packages_in_the_corpus():
     paths = [module.path for split in ("train", "heldout") for module in read_modules(split)]
     assert len(paths) == len(set(paths))

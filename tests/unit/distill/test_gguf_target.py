@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import mostly_slow
 from gguf_files import TEMPLATE, tiny_llama, write_gguf
 from transformers import LlamaForCausalLM
 
@@ -21,9 +22,13 @@ def model() -> LlamaForCausalLM:
     return tiny_llama()
 
 
+@pytest.fixture
+def file(model: LlamaForCausalLM, tmp_path: Path) -> Path:
+    return write_gguf(tmp_path / "target.gguf", model)
+
+
 @torch.no_grad()
-def test_a_file_is_the_model_that_was_written(model: LlamaForCausalLM, tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "target.gguf", model)
+def test_a_file_is_the_model_that_was_written(model: LlamaForCausalLM, file: Path) -> None:
     loaded = load_target(str(file), device="cpu")
     torch.testing.assert_close(loaded.model(PROMPT).logits, model(PROMPT).logits, rtol=1e-4, atol=1e-4)
     assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
@@ -32,7 +37,7 @@ def test_a_file_is_the_model_that_was_written(model: LlamaForCausalLM, tmp_path:
     assert loaded.revision.startswith("sha256:")
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "F16", "BF16"])
+@pytest.mark.parametrize("kind", mostly_slow(["Q8_0", "Q4_0", "Q4_1", "Q5_0", "F16", "BF16"], "Q4_1", "BF16"))
 def test_quantized_weights_are_those_that_ggml_dequantizes(kind: str, model: LlamaForCausalLM, tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "target.gguf", model, kind)
     loaded = load_target(str(file), device="cpu").model
@@ -43,8 +48,7 @@ def test_quantized_weights_are_those_that_ggml_dequantizes(kind: str, model: Lla
     assert (expected - own).abs().max() < 0.2, "the test's own file holds the model"
 
 
-def test_tokenizer_template_and_end_token_are_those_of_the_file(model: LlamaForCausalLM, tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "target.gguf", model)
+def test_tokenizer_template_and_end_token_are_those_of_the_file(model: LlamaForCausalLM, file: Path) -> None:
     tokenizer, config = load_tokenizer(str(file))
     assert tokenizer.chat_template == TEMPLATE
     assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|eos|>", 1)
@@ -55,24 +59,20 @@ def test_tokenizer_template_and_end_token_are_those_of_the_file(model: LlamaForC
     assert sorted(tokenizer.get_vocab().values()) == list(range(300)), "no token that the model does not have"
 
 
-def test_the_config_alone_needs_no_weights(model: LlamaForCausalLM, tmp_path: Path, cache: Path) -> None:
-    load_tokenizer(str(write_gguf(tmp_path / "target.gguf", model)))
+def test_the_config_alone_needs_no_weights(file: Path, cache: Path) -> None:
+    load_tokenizer(str(file))
     assert not list(cache.rglob("*.safetensors"))
 
 
 def test_a_folder_with_one_file_is_that_file(model: LlamaForCausalLM, tmp_path: Path) -> None:
-    write_gguf(tmp_path / "made" / "target.gguf", model)
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (tmp_path / "made" / "target.gguf").rename(folder / "target.gguf")
+    folder = write_gguf(tmp_path / "folder" / "target.gguf", model).parent
     assert load_target(str(folder), device="cpu").revision is not None
     (folder / "other.gguf").write_bytes((folder / "target.gguf").read_bytes())
     with pytest.raises(ConfigError, match=r"has 2 GGUF files and no config.json.*other.gguf, target.gguf"):
         load_target(str(folder))
 
 
-def test_another_file_of_the_same_name_is_another_target(model: LlamaForCausalLM, tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "target.gguf", model)
+def test_another_file_of_the_same_name_is_another_target(model: LlamaForCausalLM, file: Path, tmp_path: Path) -> None:
     first = load_target(str(file), device="cpu")
     file.unlink()
     write_gguf(tmp_path / "second" / "target.gguf", model, "Q4_0").rename(file)
@@ -81,18 +81,16 @@ def test_another_file_of_the_same_name_is_another_target(model: LlamaForCausalLM
     assert not torch.equal(first.model.lm_head.weight, second.model.lm_head.weight)
 
 
-def test_a_second_load_reads_the_cache(model: LlamaForCausalLM, tmp_path: Path, cache: Path) -> None:
+def test_a_second_load_reads_the_cache(file: Path, cache: Path) -> None:
     """The stored config is changed by hand: a target that was dequantized again would not have the change."""
-    file = str(write_gguf(tmp_path / "target.gguf", model))
-    load_target(file, dtype="bfloat16", device="cpu")
+    load_target(str(file), dtype="bfloat16", device="cpu")
     (stored,) = cache.glob("gguf/*/bfloat16/config.json")
     stored.write_text(json.dumps({**json.loads(stored.read_text()), "rms_norm_eps": 0.125}))
-    assert load_target(file, dtype="bfloat16", device="cpu").model.config.rms_norm_eps == 0.125
+    assert load_target(str(file), dtype="bfloat16", device="cpu").model.config.rms_norm_eps == 0.125
 
 
 @pytest.mark.parametrize("kept", [0, 3, 100, 20_000])
-def test_a_broken_file_is_refused_in_one_line(kept: int, model: LlamaForCausalLM, tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "target.gguf", model)
+def test_a_broken_file_is_refused_in_one_line(kept: int, file: Path) -> None:
     whole = file.read_bytes()
     assert kept < len(whole)
     file.write_bytes(whole[:kept])
@@ -102,8 +100,7 @@ def test_a_broken_file_is_refused_in_one_line(kept: int, model: LlamaForCausalLM
     assert len(str(caught.value)) < 500
 
 
-def test_an_architecture_that_is_not_known_is_named(model: LlamaForCausalLM, tmp_path: Path) -> None:
-    file = write_gguf(tmp_path / "target.gguf", model)
+def test_an_architecture_that_is_not_known_is_named(file: Path) -> None:
     file.write_bytes(
         file.read_bytes().replace(b"\x05\x00\x00\x00\x00\x00\x00\x00llama", b"\x05\x00\x00\x00\x00\x00\x00\x00zzama", 1)
     )

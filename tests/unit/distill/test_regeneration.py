@@ -249,7 +249,7 @@ def test_a_conversation_continues_with_the_turn_that_was_not_answered(
     assert torn.to_list() == whole.to_list()
 
 
-def test_answers_that_earlier_versions_stored_are_read(loaded: LoadedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_earlier_versions_stored_are_read(loaded: LoadedTarget) -> None:
     """They kept a data set for each response, and parts while they sampled."""
     one = sampler(loaded, 12, 1.0, 1, 0, responses=2)
     rows = target_samples(one, questions(), progress=False)

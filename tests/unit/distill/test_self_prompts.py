@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
 
 from draftsmith.config import section_of
 from draftsmith.distill.chat_template import Chat
@@ -158,9 +157,7 @@ def test_a_target_too_short_for_a_kind_is_refused(target: LoadedTarget, monkeypa
         write_self_prompts(target, chat_of(target), data, 0, progress=False)
 
 
-def test_a_template_of_the_tokenizer_alone_is_used_with_its_options(
-    target: LoadedTarget, tiny_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_template_of_the_tokenizer_alone_is_used_with_its_options(target: LoadedTarget) -> None:
     target.tokenizer.chat_template = "{{ word }}{% for m in messages %}u{{ m.content }}{% endfor %}"
     chat = Chat(target.tokenizer, options={"word": "Z"})
     assert target.tokenizer.decode(turn_header(chat)) == "Zu"

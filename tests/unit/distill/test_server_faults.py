@@ -44,10 +44,15 @@ def questions(seed: int = 0, count: int = QUESTIONS) -> Dataset:
 
 
 def sample(
-    engine: Engine, folder: Path | None, asked: Dataset, said: list[str] | None = None, **server: Any
+    engine: Engine,
+    folder: Path | None,
+    asked: Dataset,
+    said: list[str] | None = None,
+    responses: int = 1,
+    **server: Any,
 ) -> Dataset:
-    section = ServerSection(url=engine.url, model="tiny", **server)
-    data = DataSection(response_tokens=8, server=section)
+    section = ServerSection(**{"url": engine.url, "model": "tiny", **server})
+    data = DataSection(response_tokens=8, responses=responses, server=section)
     sampler = ServerSampler(data, Chat(chat_tokenizer()), 0, 64, "tiny")
     say = ([] if said is None else said).append
     return server_samples(sampler, asked, say, partial(require_served, target="tiny"), folder=folder, progress=False)
@@ -319,13 +324,8 @@ def test_certificates_of_the_environment(tmp_path: Path, monkeypatch: pytest.Mon
     ("path", "said"), [("/llm", "such as http://localhost:8000/v1"), ("/v1/chat/completions", "expected {url}/v1")]
 )
 def test_addresses_with_the_wrong_path(path: str, said: str, tmp_path: Path) -> None:
-    with Engine(posts=("/v1/completions",)).running() as engine:
-        asked = ServerSection(url=engine.url + path, model="tiny")
-        data = DataSection(response_tokens=8, server=asked)
-        sampler = ServerSampler(data, Chat(chat_tokenizer()), 0, 64, "tiny")
-        check, how = partial(require_served, target="tiny"), {"folder": tmp_path / "s", "progress": False}
-        with pytest.raises(DraftsmithError) as error:
-            server_samples(sampler, questions(), print, check, **how)
+    with Engine(posts=("/v1/completions",)).running() as engine, pytest.raises(DraftsmithError) as error:
+        sample(engine, tmp_path / "s", questions(), url=engine.url + path)
     assert "status 404" in str(error.value)
     assert str(error.value).endswith(said.format(url=engine.url))
     assert "are kept" not in str(error.value)
@@ -333,16 +333,10 @@ def test_addresses_with_the_wrong_path(path: str, said: str, tmp_path: Path) -> 
 
 def test_several_responses_of_a_server_that_answers_every_seed_alike(tmp_path: Path) -> None:
     alike = Engine(answer=lambda prompt, _, most: answer_tokens(prompt, 0, most))
-    for engine, refused in ((alike, True), (Engine(), False)):
-        section = ServerSection(url="http://localhost", model="tiny")
-        with engine.running():
-            section = section.model_copy(update={"url": engine.url})
-            data = DataSection(response_tokens=8, responses=3, server=section)
-            sampler = ServerSampler(data, Chat(chat_tokenizer()), 0, 64, "tiny")
-            how = {"folder": tmp_path / str(refused), "progress": False}
-            if refused:
-                with pytest.raises(ConfigError, match="responses=3, and the server answers every seed alike"):
-                    server_samples(sampler, questions(), print, partial(require_served, target="tiny"), **how)
-            else:
-                rows = server_samples(sampler, questions(), print, partial(require_served, target="tiny"), **how)
-                assert len(rows) == 3 * QUESTIONS
+    with (
+        alike.running(),
+        pytest.raises(ConfigError, match="responses=3, and the server answers every seed alike"),
+    ):
+        sample(alike, tmp_path / "alike", questions(), responses=3)
+    with Engine().running() as engine:
+        assert len(sample(engine, tmp_path / "s", questions(), responses=3)) == 3 * QUESTIONS

@@ -353,15 +353,7 @@ def test_tables_do_not_give_tools_the_arguments_of_others(tmp_path: Path) -> Non
 
 
 def test_layouts_of_text() -> None:
-    for row in (
-        {"prompt": "ab", "response": "cd"},
-        {"question": "ab", "answer": "cd"},
-        {"instruction": "ab", "output": "cd"},
-    ):
-        found = conversation("f:1", row)
-        assert (found.text, found.answer, found.messages) == ("ab", "cd", [])
-    assert conversation("f:1", {"instruction": "ab", "input": "x", "output": "cd"}).text == "ab\n\nx"
-    assert conversation("f:1", {"text": "ab"}).answer is None
+    assert conversation("f:1", {"prompt": "ab", "response": "cd"}).messages == []
     assert conversation("f:1", {"turns": ["b", "c"]}).turns == [
         [{"role": "user", "content": "b"}],
         [{"role": "user", "content": "c"}],
@@ -377,6 +369,10 @@ def test_layouts_of_text() -> None:
         ({"question": "ab", "answer": "cd", "text": "a passage"}, "ab", "cd", {"text"}),
         ({"instruction": "", "input": "ab", "output": "cd"}, "ab", "cd", set()),
         ({"input": "ab", "output": "cd"}, "ab", "cd", set()),
+        ({"prompt": "ab", "response": "cd"}, "ab", "cd", set()),
+        ({"question": "ab", "answer": "cd"}, "ab", "cd", set()),
+        ({"instruction": "ab", "input": "x", "output": "cd"}, "ab\n\nx", "cd", set()),
+        ({"text": "ab"}, "ab", None, set()),
         ({"prompt": "ab", "input": "x", "completion": "cd"}, "ab", "cd", {"input"}),
         ({"text": "ab", "output": "cd"}, "ab", "cd", set()),
         ({"text": "ab cd", "output": "cd"}, "ab cd", None, {"output"}),

@@ -64,7 +64,7 @@ def test_positions_that_few_rounds_tested_are_left_out(tested: list[int] | None,
     assert often_tested(row) == row["acceptance_at"][:shown]
 
 
-def test_intervals_cover_the_truth_at_their_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_intervals_cover_the_truth_at_their_rate() -> None:
     """40 prompts: E[hard] = 1, so speedup 2, tau 2 and alpha 0.7 are what other prompts would give.
 
     Percentile intervals of 40 units cover slightly less than 0.95: 0.94 here. At that rate one of three falls below

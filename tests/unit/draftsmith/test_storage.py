@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import printed
 from conftest import make_llama
 from datasets import Dataset
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
-from draftsmith.cli import main
 from draftsmith.distill.hidden_state_cache import SignalCache
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
@@ -166,11 +166,9 @@ def test_every_command_that_writes_says_who_is_there(
     with another("hold_folder", out, "out"), another("hold_name", tmp_path / "new", "out"):
         for name, command in COMMANDS.items():
             held = tmp_path / "new" if name == "regenerate" else out  # which writes one file
-            with pytest.raises(SystemExit) as stop:
-                main([part.format(**values, out=held) for part in command])
-            said = capsys.readouterr().err.splitlines()
-            assert (stop.value.code, len(said)) == (2, 1), (name, said)
-            assert f"={held} is in use by another process" in said[0], said
+            code, _, said = printed(capsys, *(part.format(**values, out=held) for part in command))
+            assert (code, said.count("\n")) == (2, 1), (name, said)
+            assert f"={held} is in use by another process" in said
     assert [path.name for path in out.iterdir()] == [".lock"]
     assert not (tmp_path / "new").exists()
 

@@ -11,7 +11,6 @@ from conftest import make_llama
 from run_results import as_if_killed, losses_of
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from draftsmith.heads.initial_weights import InputScales
 from draftsmith.heads.medusa import Medusa
@@ -36,12 +35,7 @@ def recipe_of(recipe_file: Path, kind: str, output: Path, *more: str) -> Recipe:
     [("medusa", ["drafter.num_heads=3"]), ("eagle3", ["drafter.layers=[1,2]", "drafter.train_steps=3"])],
 )
 def test_a_run_starts_below_equal_probabilities(
-    kind: str,
-    options: list[str],
-    recipe_file: Path,
-    tmp_path: Path,
-    tiny_target_folder: Path,
-    tiny_tokenizer: PreTrainedTokenizerFast,
+    kind: str, options: list[str], recipe_file: Path, tmp_path: Path, tiny_target_folder: Path
 ) -> None:
     """On a target with large states, whose copied lm_head alone would give a loss of tens of nats; and it resumes."""
     target = make_llama()

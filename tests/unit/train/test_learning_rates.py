@@ -95,7 +95,7 @@ def test_the_default_is_told_stored_and_resumed(
     train(recipe)
     said = f"optimizer: muon, rate {expected:g} (the default for draft_model at width {TINY})"
     assert said in capsys.readouterr().err
-    stored = load_recipe(str(tmp_path / "run" / "recipe.yaml"))
+    stored = load_recipe(str(tmp_path / "run" / "recipe.yaml"), ["output=x"])
     assert (stored.train.optimizer, stored.train.learning_rate) == ("muon", expected)
     losses = losses_of(tmp_path / "run")
     (tmp_path / "run" / "finished.json").unlink()

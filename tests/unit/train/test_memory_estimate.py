@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_llama, mostly_slow
+from conftest import make_llama
 from datasets import Dataset
 from gguf_files import tiny_llama, write_gguf
 from torch import nn
@@ -218,7 +218,7 @@ def test_a_quantized_target_takes_a_byte_a_number() -> None:
     ("prompt", "response", "rows", "vocabulary"),
     [
         pytest.param(40, 56, 5, 700, marks=pytest.mark.slow),
-        (100, 300, 5, 700),  # storage has to grow
+        pytest.param(100, 300, 5, 700, marks=pytest.mark.slow),  # storage has to grow
         (24, 8, 24, 20_000),  # one row of logits for each prompt, not one for each length of a prompt
     ],
 )
@@ -277,7 +277,8 @@ def test_the_larger_phase_is_announced_first() -> None:
     assert on_device.announced == on_device.peak, "an accelerator's allocator counts tensors alone"
 
 
-@pytest.mark.parametrize("kind", mostly_slow(["medusa", "eagle3", "dflash"], "medusa"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["medusa", "eagle3", "dflash"])
 def test_activations_of_every_kind_of_block_are_computed_again(kind: str) -> None:
     more = {"eagle3": {"layers": [1, 2], "train_steps": 3}, "dflash": {"layers": [1, 2]}}
     drafter = {"type": kind, **more.get(kind, {})}

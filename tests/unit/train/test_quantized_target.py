@@ -84,13 +84,12 @@ def test_the_teacher_and_the_evaluation_read_the_quantized_target(recipe_file: P
 
 
 @needs_torchao
-@pytest.mark.parametrize("policy", ["chain", "best-first"])
-def test_greedy_text_is_that_of_the_quantized_model(policy: str) -> None:
+def test_greedy_text_is_that_of_the_quantized_model() -> None:
     """Weights only: where activations are rounded too, a text read token by token differs from one read in blocks."""
     target = make_llama(hidden_size=64, intermediate_size=128)
     quantize(target, "int8", CPU)
     for drafter in (DraftModel(make_llama(1)), EarlyExit(target, layers=1)):
-        decoder = SpeculativeDecoder(target, drafter, policy=policy)
+        decoder = SpeculativeDecoder(target, drafter, policy="best-first")
         for prompt in ([5, 6, 7], [9, 8], [20] * 6):
             ids, options = torch.tensor([prompt]), {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
             expected = target.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :]

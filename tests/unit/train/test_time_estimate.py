@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_llama
+from conftest import make_llama, mostly_slow
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, T5Config, T5ForConditionalGeneration
 
 from draftsmith.errors import ConfigError
@@ -133,7 +133,7 @@ def test_overrides_that_fit_are_the_first_that_save_enough() -> None:
     assert fitting_overrides(recipe, 30, needed) is None
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", mostly_slow(["float32", "bfloat16"], "bfloat16"))
 def test_experts_count_for_the_tokens_that_they_read(dtype: str) -> None:
     """Of 8 experts a token reads 2, the texts of a large batch together read all."""
     shapes = {**SHAPES, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 8}
