@@ -35,25 +35,16 @@ VOCAB = 64
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
 """Rotary positions that are computed in another way, with the same weights."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+Values = dict[str, Any] | None
 
 
 def make_llama(seed: int = 0, **changes: object) -> LlamaForCausalLM:
     """A random Llama in fp32. Large initial weights make its distributions far from flat."""
-    sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.2,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-    }
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    ids = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})).eval()
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **ids, "initializer_range": 0.2, **changes})).eval()
 
 
 def noisy_llama(scale: float = 0.3, **changes: object) -> LlamaForCausalLM:
@@ -190,30 +181,18 @@ def recipe_file(
     return write_recipe(tmp_path, tiny_target_folder)
 
 
-def write_recipe(place: Path, target: Path, evaluation: dict[str, Any] | None = None, **train: Any) -> Path:
-    """Write prompts, and a recipe for a draft model with other values of `evaluation` and `train`; return its path."""
+def write_recipe(place: Path, target: Path, evaluation: Values = None, data: Values = None, **train: Any) -> Path:
+    """Write prompts, and a recipe for a draft model with other values in these sections; return its path."""
     texts = [LETTERS[i % 26 :][:4] + LETTERS[(3 * i + i // 26) % 26] for i in range(40)]
+    prompts = str(write_prompts(place / "prompts.jsonl", *texts))
+    rates = {"optimizer": "adamw", "learning_rate": 3e-3, "mixed_precision": "no", "draft_length": 3}
     recipe = {
         "name": "tiny",
         "output": str(place / "run"),
         "target": {"model": str(target)},
         "drafter": {"type": "draft_model"},
-        "data": {
-            "prompts": str(write_prompts(place / "prompts.jsonl", *texts)),
-            "prompt_tokens": 16,
-            "response_tokens": 24,
-        },
-        "train": {
-            "steps": 12,
-            "batch_size": 8,
-            "optimizer": "adamw",
-            "learning_rate": 3e-3,
-            "mixed_precision": "no",
-            "evaluate_every": 6,
-            "checkpoint_every": 4,
-            "draft_length": 3,
-            **train,
-        },
+        "data": {"prompts": prompts, "prompt_tokens": 16, "response_tokens": 24, **(data or {})},
+        "train": {"steps": 12, "batch_size": 8, "evaluate_every": 6, "checkpoint_every": 4, **rates, **train},
         "evaluation": {"count": 4, "max_new_tokens": 8, **(evaluation or {})},
     }
     file = place / "recipe.yaml"

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,44 @@ class Processes:
     def wait(self, started: list[int]) -> list[int]:
         """Exit codes, by rank."""
         return [self._server.ask({"wait": pid}) for pid in started]
+
+
+@dataclass
+class Runs:
+    """Runs of one recipe, each with a log and a folder of its own under `place`."""
+
+    place: Path
+    server: Processes
+    recipe: Path
+
+    def start(
+        self,
+        name: str,
+        *overrides: str,
+        output: str = "",
+        processes: int = 1,
+        environment: dict[str, str] | None = None,
+        estimate: bool = False,
+        **traps: dict[str, Any],
+    ) -> list[int]:
+        arguments = [str(self.recipe), f"output={self.folder(output or name)}", *overrides]
+        if environment is None:
+            environment = {"ACCELERATE_USE_CPU": "true"} if processes > 1 else {}
+        return self.server.start(arguments, self.log(name), processes, environment, traps, estimate=estimate)
+
+    def run(self, name: str, *overrides: str, **how: Any) -> list[int]:
+        """Return exit codes by process."""
+        return self.server.wait(self.start(name, *overrides, **how))
+
+    def folder(self, name: str) -> Path:
+        return self.place / name
+
+    def log(self, name: str) -> Path:
+        return self.place / f"{name}.log"
+
+    def said(self, name: str) -> str:
+        file = self.log(name)
+        return " ".join(file.read_text().split()) if file.exists() else ""
 
 
 def serve() -> None:

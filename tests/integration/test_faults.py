@@ -7,13 +7,12 @@ second; what goes wrong inside them is in tests/traps.py.
 import json
 import shutil
 import signal
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import mostly_slow, write_recipe
-from forked import Processes, Server
+from forked import Processes, Runs, Server
 from run_results import losses_of, metrics_of
 from safetensors.torch import load_file
 
@@ -26,30 +25,8 @@ WITHOUT_FAULTS: dict[str, tuple[int, tuple[str, ...]]] = {"whole": (1, ()), "two
 """Processes and overrides of the runs that others are compared with."""
 
 
-@dataclass
-class Runs:
-    """Starts runs of one recipe, each into a folder of its own under `place`."""
-
-    place: Path
-    server: Processes
-
-    def folder(self, name: str) -> Path:
-        return self.place / name
-
-    def start(self, name: str, *overrides: str, processes: int = 1, **traps: dict[str, Any]) -> list[int]:
-        arguments = [str(self.place / "recipe.yaml"), f"output={self.folder(name)}", *overrides]
-        environment = {"ACCELERATE_USE_CPU": "true"} if processes > 1 else {}
-        return self.server.start(arguments, self.log(name), processes, environment, traps)
-
-    def run(self, name: str, *overrides: str, processes: int = 1, **traps: dict[str, Any]) -> list[int]:
-        """Exit codes by process."""
-        return self.server.wait(self.start(name, *overrides, processes=processes, **traps))
-
-    def log(self, name: str) -> Path:
-        return self.place / f"{name}.log"
-
-    def said(self, name: str) -> str:
-        return " ".join(self.log(name).read_text().split())
+class FaultyRuns(Runs):
+    """Runs of which some are killed, and runs without faults to compare them with."""
 
     def result(self, name: str) -> tuple[list[dict[str, Any]], bytes]:
         """Metrics without what depends on the clock, and the best drafter's weights."""
@@ -85,9 +62,9 @@ def server(run_server: Server, place: Path) -> Processes:
 
 
 @pytest.fixture
-def runs(place: Path, server: Processes, tiny_target_folder: Path) -> Runs:
+def runs(place: Path, server: Processes, tiny_target_folder: Path) -> FaultyRuns:
     """All tests share one folder: the target is sampled once, and each run of `WITHOUT_FAULTS` is done once."""
-    made = Runs(place, server)
+    made = FaultyRuns(place, server, place / "recipe.yaml")
     if (place / "recipe.yaml").exists():
         return made
     shutil.copytree(tiny_target_folder, place / "target")
@@ -110,7 +87,7 @@ def _assert_whole(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lasting", [False, True])
-def test_a_kill_at_any_write_leaves_whole_folders(lasting: bool, runs: Runs) -> None:
+def test_a_kill_at_any_write_leaves_whole_folders(lasting: bool, runs: FaultyRuns) -> None:
     """At the n-th rename, deletion, half-written file or fsync: n rises until a run gets through."""
     kills, name = 0, f"trapped-{lasting}"
     while (code := runs.run(name, *SHORT, kill_at_call={"number": kills + 1, "lasting": lasting})) != [0]:
@@ -124,7 +101,7 @@ def test_a_kill_at_any_write_leaves_whole_folders(lasting: bool, runs: Runs) -> 
 
 
 @pytest.mark.parametrize("lasting", mostly_slow([False, True], False))
-def test_a_kill_at_any_write_keeps_what_is_replaced(lasting: bool, runs: Runs) -> None:
+def test_a_kill_at_any_write_keeps_what_is_replaced(lasting: bool, runs: FaultyRuns) -> None:
     """Each call between a checkpoint and the end, in which a better drafter comes and the checkpoint before goes.
 
     A kill between the two renames of a drafter leaves the old one under another name, and the next start moves it back.
@@ -155,7 +132,7 @@ def test_a_kill_at_any_write_keeps_what_is_replaced(lasting: bool, runs: Runs) -
 @pytest.mark.parametrize(
     ("step", "number", "code"), [pytest.param(7, signal.SIGTERM, 143, marks=pytest.mark.slow), (8, signal.SIGINT, 130)]
 )
-def test_a_signal_stops_after_the_step_with_a_checkpoint(step: int, number: int, code: int, runs: Runs) -> None:
+def test_a_signal_stops_after_the_step_with_a_checkpoint(step: int, number: int, code: int, runs: FaultyRuns) -> None:
     """After step 8 an evaluation is due: each resumed run begins with it until there is another checkpoint."""
     name = f"stopped-{code}"
     # The launcher passes the terminal's signal on at once: that is no second one.
@@ -172,7 +149,7 @@ def test_a_signal_stops_after_the_step_with_a_checkpoint(step: int, number: int,
     assert runs.result(name) == runs.result("whole")
 
 
-def test_a_second_signal_stops_at_once(runs: Runs) -> None:
+def test_a_second_signal_stops_at_once(runs: FaultyRuns) -> None:
     trap = {"step": 7, "number": signal.SIGTERM, "rank": 0, "again_after": 1.1}
     assert runs.run("twice", signal_at_step=trap) == [-signal.SIGTERM]
     assert runs.checkpoints("twice") == ["step-000003", "step-000006"]
@@ -180,7 +157,7 @@ def test_a_second_signal_stops_at_once(runs: Runs) -> None:
     assert runs.result("twice") == runs.result("whole")
 
 
-def test_processes_stop_together_and_their_number_may_change(runs: Runs) -> None:
+def test_processes_stop_together_and_their_number_may_change(runs: FaultyRuns) -> None:
     """A signal to the second of two stops both after the same step; then one process continues, then two again."""
     trap = {"step": 8, "number": signal.SIGTERM, "rank": 1}
     assert runs.run("changing", processes=2, signal_at_step=trap) == [143, 143]
@@ -193,7 +170,7 @@ def test_processes_stop_together_and_their_number_may_change(runs: Runs) -> None
 
 
 @pytest.mark.slow
-def test_two_processes_continue_bit_by_bit(runs: Runs) -> None:
+def test_two_processes_continue_bit_by_bit(runs: FaultyRuns) -> None:
     trap = {"step": 8, "number": signal.SIGTERM, "rank": 0}
     assert runs.run("pair", processes=2, signal_at_step=trap) == [143, 143]
     assert runs.run("pair", processes=2) == [0, 0]
@@ -204,7 +181,7 @@ def test_two_processes_continue_bit_by_bit(runs: Runs) -> None:
 @pytest.mark.parametrize(
     "drafter", [["eagle", "objective.feature_weight=0.1"], ["dflash", "drafter.layers=[1,2]", "drafter.block_size=4"]]
 )
-def test_noise_is_the_same_on_each_process_after_a_kill(drafter: list[str], runs: Runs) -> None:
+def test_noise_is_the_same_on_each_process_after_a_kill(drafter: list[str], runs: FaultyRuns) -> None:
     """Feature noise and random anchors: drawn from torch's generator alone, seeded by step and process."""
     kind, *options = drafter
     overrides = [f"drafter.type={kind}", *options, "train.steps=8", "evaluation.count=1"]
@@ -242,21 +219,21 @@ def test_a_full_disk_stops_the_run_and_keeps_what_it_has(
     assert runs.result(name) == runs.result("whole" if processes == 1 else "two")
 
 
-def test_a_run_of_another_recipe_is_refused(runs: Runs) -> None:
+def test_a_run_of_another_recipe_is_refused(runs: FaultyRuns) -> None:
     assert runs.run("mine", kill_at_step={"step": 2}) == [KILLED]
     assert runs.run("mine", "train.steps=64") == [2]
     assert "holds another run: train.steps=20 there, 64 here" in runs.said("mine")
 
 
 @pytest.mark.parametrize("at", mostly_slow(["start", "log", "finish"], "log"))
-def test_a_tracker_that_fails_costs_a_line(at: str, runs: Runs) -> None:
+def test_a_tracker_that_fails_costs_a_line(at: str, runs: FaultyRuns) -> None:
     assert runs.run(f"tracker-{at}", "tracker=tensorboard", *SHORT, tracker_fails={"at": at}) == [0]
     assert runs.result(f"tracker-{at}") == runs.result("short")
     word = {"finish": "close"}.get(at, at)
     assert runs.said(f"tracker-{at}").count(f"tracker=tensorboard failed to {word} (RuntimeError: server is away)") == 1
 
 
-def test_a_resumed_run_continues_the_same_tracker_run(runs: Runs) -> None:
+def test_a_resumed_run_continues_the_same_tracker_run(runs: FaultyRuns) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     short = ("train.steps=8", "evaluation.count=1", "tracker=tensorboard")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import printed, write_rows
-from conftest import mostly_slow
+from conftest import mostly_slow, write_recipe
 from gguf_files import tiny_llama, write_gguf
 from transformers import AutoModelForCausalLM
 
@@ -15,27 +15,17 @@ from draftsmith.distill.load_target import load_target
 
 pytest.importorskip("gguf")
 
-RECIPE = """\
-name: circle
-output: {output}
-target: {{model: {target}}}
-drafter: {{type: draft_model, num_hidden_layers: 1, init: target_layers}}
-data: {{prompts: {prompts}, count: 8, prompt_tokens: 48, response_tokens: 8}}
-train: {{steps: 2, batch_size: 4, evaluate_every: 2, draft_length: 2}}
-evaluation: {{count: 2, max_new_tokens: 6}}
-"""
-
 
 @pytest.fixture
 def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
+    target = write_gguf(tmp_path / "target.gguf", tiny_llama(), "Q8_0")
+    data, short = {"count": 8, "prompt_tokens": 48, "response_tokens": 8}, {"steps": 2, "evaluate_every": 2}
+    decoded = {"count": 2, "max_new_tokens": 6}
+    recipe = write_recipe(tmp_path, target, decoded, data, batch_size=4, draft_length=2, **short)
     asked = ({"messages": [{"role": "user", "content": f"Count to {number}, then {number}."}]} for number in range(16))
-    prompts = write_rows(tmp_path / "prompts.jsonl", asked)
-    found = {"target": write_gguf(tmp_path / "target.gguf", tiny_llama(), "Q8_0"), "prompts": prompts}
-    found |= {"output": tmp_path / "run", "recipe": tmp_path / "recipe.yaml"}
-    found["recipe"].write_text(RECIPE.format(**found))
-    return found
+    return {"target": target, "prompts": write_rows(tmp_path / "prompts.jsonl", asked), "recipe": recipe}
 
 
 def test_from_a_file_to_a_drafter_for_llama_server(
@@ -48,7 +38,7 @@ def test_from_a_file_to_a_drafter_for_llama_server(
     code, said, err = printed(capsys, "data", "preview", prompts, "--target", target, "--response", "target")
     assert code == 0, err
     assert "assistant:" in said, "the file's chat template"
-    code, _, err = printed(capsys, "train", str(paths["recipe"]))
+    code, _, err = printed(capsys, "train", str(paths["recipe"]), "drafter.init=target_layers")
     assert code == 0, err
     described = json.loads((Path(drafter) / "config.json").read_text())["draftsmith"]["target"]
     assert described["name"] == target

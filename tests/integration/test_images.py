@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from commands import printed, run, write_rows
-from conftest import mostly_slow
+from conftest import mostly_slow, write_recipe
 from PIL import Image
+from run_results import losses_of, taus_of
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 from vision_models import NEEDS_TORCHVISION, save_image, save_target
 
@@ -161,9 +161,9 @@ def test_targets_and_commands_without_images(
     assert "have images; expected prompts of text alone for a forecast" in capsys.readouterr().err
 
 
-def recipe(tmp_path: Path, target: Path, **changes: Any) -> Path:
+def recipe(place: Path, target: Path, response: str) -> Path:
     """Write a recipe with eight prompts, six of which have an image; return its file."""
-    data = tmp_path / "train"
+    data = place / "train"
     data.mkdir()
     rows = []
     for seed in range(8):
@@ -171,21 +171,9 @@ def recipe(tmp_path: Path, target: Path, **changes: Any) -> Path:
         answer = {"role": "assistant", "content": "efgh"}
         question = asked(name, text="abcd"[seed % 4]) if seed % 4 else asked(text=f"text{seed}")
         rows.append({"messages": [*question["messages"], answer]})
-    write_rows(data / "rows.jsonl", rows)
-    sections: dict[str, Any] = {
-        "name": "images",
-        "output": str(tmp_path / "run"),
-        "target": {"model": str(target)},
-        "drafter": {"type": "medusa", "num_heads": 2},
-        "data": {"prompts": str(data / "rows.jsonl"), "images": str(data), "prompt_tokens": 40, "response_tokens": 12},
-        "train": {"steps": 3, "batch_size": 4, "evaluate_every": 3, "checkpoint_every": 3, "mixed_precision": "no"},
-        "evaluation": {"count": 2, "max_new_tokens": 8},
-    }
-    for key, value in changes.items():
-        sections[key] = {**sections[key], **value} if isinstance(value, dict) and key != "drafter" else value
-    file = tmp_path / "recipe.yaml"
-    file.write_text(yaml.safe_dump(sections))
-    return file
+    prompts = str(write_rows(data / "rows.jsonl", rows))
+    values = {"prompts": prompts, "images": str(data), "prompt_tokens": 40, "response_tokens": 12, "response": response}
+    return write_recipe(place, target, {"count": 2}, values, steps=3, batch_size=4, evaluate_every=3, draft_length=2)
 
 
 EAGLE3, MEDUSA = {"type": "eagle3", "layers": [1, 1, 2]}, {"type": "medusa", "num_heads": 2}
@@ -214,11 +202,9 @@ def test_train_on_conversations_with_images(
 ) -> None:  # fmt: skip
     """From the recipe to a drafter that decodes prompts with images."""
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
-    file = recipe(tmp_path, target, drafter=drafter, data={"response": response})
-    assert run("train", file) == 0
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert any("evaluation" in row for row in metrics)
-    assert all(row["loss"] > 0 for row in metrics if "loss" in row)
+    assert run("train", recipe(tmp_path, target, response), f"drafter={json.dumps(drafter)}") == 0
+    assert taus_of(tmp_path / "run")
+    assert min(losses_of(tmp_path / "run")) > 0
     capsys.readouterr()
     picture = prompts.parent / "pictures" / "0.png"
     options = ("--target", target, "--image", picture, "--max-new-tokens", MOST)

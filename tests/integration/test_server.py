@@ -13,7 +13,7 @@ import pytest
 import torch
 from commands import run, write_rows
 from conftest import LETTERS, make_llama
-from engine_server import Engine, answer_tokens, behind_a_proxy, chat_tokenizer, model_answers
+from engine_server import Engine, answer_tokens, behind_a_proxy, model_answers
 from forked import free_port
 from transformers_server import serving
 
@@ -31,14 +31,6 @@ def _local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
     behind_a_proxy(monkeypatch)
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """The tiny target with a chat template."""
-    make_llama().save_pretrained(tmp_path / "target")
-    chat_tokenizer().save_pretrained(tmp_path / "target")
-    return tmp_path / "target"
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from conftest import mostly_slow
-from forked import Processes, Server
+from forked import Processes, Runs, Server
 
 from draftsmith.train.run_folder import read_metrics
 
@@ -29,26 +29,14 @@ def server(run_server: Server, tmp_path_factory: pytest.TempPathFactory) -> Proc
     return Processes(run_server, {"DRAFTSMITH_CACHE": str(tmp_path_factory.mktemp("cache"))})
 
 
-class Started:
+class Started(Runs):
     """Starts runs, and waits for what they say."""
 
-    def __init__(self, server: Processes, recipe: Path, place: Path) -> None:
-        self.server, self.recipe, self.place = server, recipe, place
-
-    def train(self, name: str, *overrides: str, output: str = "", processes: int = 1, **traps: Any) -> list[int]:
-        arguments = [str(self.recipe), f"output={self.place / (output or name)}", *SHORT, *overrides]
-        environment = {"ACCELERATE_USE_CPU": "true"} if processes > 1 else {}
-        return self.server.start(arguments, self.log(name), processes, environment, traps)
+    def train(self, name: str, *overrides: str, **how: Any) -> list[int]:
+        return self.start(name, *SHORT, *overrides, **how)
 
     def wait(self, *runs: list[int]) -> list[int]:
         return [code for run in runs for code in self.server.wait(run)]
-
-    def log(self, name: str) -> Path:
-        return self.place / f"{name}.log"
-
-    def said(self, name: str) -> str:
-        file = self.log(name)
-        return " ".join(file.read_text().split()) if file.exists() else ""
 
     def calls(self, name: str) -> list[str]:
         """The process ids that a trap has noted."""
@@ -67,7 +55,7 @@ class Started:
 
 @pytest.fixture
 def started(server: Processes, recipe_file: Path, tmp_path: Path) -> Started:
-    return Started(server, recipe_file, tmp_path)
+    return Started(tmp_path, server, recipe_file)
 
 
 def test_two_recipes_on_one_target_share_a_cold_cache(started: Started) -> None:
