@@ -246,6 +246,7 @@ def test_a_greedy_text_that_differs_is_explained(
     assert row["first_divergence"] == {"prompt": text["prompt"], "position": 7, "kind": kind}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pictures_of_a_pixel")
 def test_an_encoder_decoder_pair_is_measured(tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast) -> None:
     for name, layers in {"target": 2, "draft": 1}.items():

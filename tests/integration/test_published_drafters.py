@@ -78,7 +78,8 @@ def assert_continues(found: list[float], own: list[float], before: list[float]) 
     assert found[0] < (before[0] + min(before)) / 2
 
 
-@pytest.mark.parametrize("name", mostly_slow(CONTINUED, "eagle3"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONTINUED)
 def test_a_run_continues_a_published_drafter(name: str, recipe_file: Path, tmp_path: Path) -> None:
     section, formats = CONTINUED[name]
     if name == "eagle3":  # three layers to read

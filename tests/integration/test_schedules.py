@@ -56,19 +56,15 @@ def test_a_stable_run_is_continued_and_decayed_from_a_checkpoint(recipe_file: Pa
 
 
 def test_a_finished_run_takes_more_steps_where_its_first_ones_stay_the_same(recipe_file: Path, tmp_path: Path) -> None:
-    for schedule in ("constant", "wsd"):
-        whole, run = tmp_path / schedule, tmp_path / f"{schedule}-run"
-        options = (f"train.schedule={schedule}", "train.checkpoint_every=1", "train.decay_fraction=0.25")
-        _train(recipe_file, whole, *options, "train.steps=8", "train.evaluate_every=4")
-        first = "constant" if schedule == "wsd" else schedule  # of 4 steps, 'wsd' would decay the rate of the last
-        _train(recipe_file, run, *options, f"train.schedule={first}", "train.steps=4")
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    options = ("train.schedule=wsd", "train.checkpoint_every=1", "train.decay_fraction=0.25")
+    _train(recipe_file, whole, *options, "train.steps=8", "train.evaluate_every=4")
+    _train(recipe_file, run, *options, "train.schedule=constant", "train.steps=4")  # 'wsd' would decay the last rate
+    for _ in range(2):  # the second time it is finished
         _train(recipe_file, run, *options, "train.steps=8", "train.evaluate_every=4")
         _require_equal(_state(run, 8), _state(whole, 8))
         assert metrics_of(run) == metrics_of(whole)
         assert finished(run)["steps"] == 8
-        before = (run / "metrics.jsonl").read_bytes()
-        _train(recipe_file, run, *options, "train.steps=8", "train.evaluate_every=4")
-        assert (run / "metrics.jsonl").read_bytes() == before, "it is finished again"
     newest = r"continue_from=.*/step-000008"
     refusals = {
         "train.steps=7": "expected another output folder$",

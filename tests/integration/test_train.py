@@ -66,7 +66,7 @@ LEARNERS = {
 RARELY = ("train.evaluate_every=15", "train.checkpoint_every=15")
 
 
-@pytest.mark.parametrize("drafter", mostly_slow(LEARNERS, "draft_model", "medusa", "eagle3", "dflash"))
+@pytest.mark.parametrize("drafter", mostly_slow(LEARNERS, "draft_model", "eagle3"))
 def test_a_drafter_learns_to_agree(drafter: str, recipe_file: Path, tmp_path: Path) -> None:
     # These begin near the loss of the tokens' frequencies, and entropies are a large part of their terms.
     steps = 120 if drafter in ("hass", "dflash with all of it") else 30

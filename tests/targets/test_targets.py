@@ -17,10 +17,10 @@ from .vision import vision_classes, vision_config
 
 CLASSES = model_classes() | vision_classes()
 FAST = [
-    "BloomForCausalLM", "DeepseekV3ForCausalLM", "Gemma2ForCausalLM", "Gemma4ForConditionalGeneration",
-    "GptOssForCausalLM", "Llama4ForCausalLM", "MambaForCausalLM", "OPTForCausalLM", "T5ForConditionalGeneration",
+    "BloomForCausalLM", "DeepseekV3ForCausalLM", "Gemma2ForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM",
+    "MambaForCausalLM", "OPTForCausalLM", "T5ForConditionalGeneration",
 ]  # fmt: skip
-"""ALiBi, latent attention, sliding windows, images, sinks with experts, chunks, recurrent layers, learned positions and
+"""ALiBi, latent attention, sliding windows, sinks with experts, chunks, recurrent layers, learned positions and
 an encoder; families of tests/parity are not repeated."""
 
 

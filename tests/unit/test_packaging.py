@@ -44,6 +44,13 @@ def _packages(file: Path) -> set[str]:
     return {name.split(".")[1] for name in _imports(file)}
 
 
+def _modules() -> dict[str, Path]:
+    """Return every module of the package by its name."""
+    files = [*(ROOT / "draftsmith").glob("*.py"), *(ROOT / "draftsmith" / "cli").rglob("*.py")]
+    files += [file for package in PACKAGES for file in (ROOT / "draftsmith" / package).rglob("*.py")]
+    return {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_imports_never_point_up(package: str) -> None:
     for file in (ROOT / package).rglob("*.py"):
@@ -57,9 +64,7 @@ def test_the_ground_imports_no_package() -> None:
 
 
 def test_no_modules_import_each_other() -> None:
-    files = [*(ROOT / "draftsmith").glob("*.py"), *(ROOT / "draftsmith" / "cli").rglob("*.py")]
-    files += [file for package in PACKAGES for file in (ROOT / "draftsmith" / package).rglob("*.py")]
-    named = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
+    named = _modules()
     graph = {name: (_imports(file) & named.keys()) - {name} for name, file in named.items()}
     while leaves := {name for name, imported in graph.items() if not imported}:
         graph = {name: imported - leaves for name, imported in graph.items() if name not in leaves}
@@ -121,23 +126,48 @@ def test_only_the_base_packages_are_needed_to_import_the_modules() -> None:
     assert "openai" in hidden
     for folder in (*PACKAGES, "cli"):
         for file in (ROOT / "draftsmith" / folder).rglob("*.py"):
-            needed = _needed_to_import(ast.parse(file.read_text(encoding="utf-8")).body)
+            names = _needed_to_import(ast.parse(file.read_text(encoding="utf-8")).body)
+            needed = {name.partition(".")[0] for name in names}
             assert file.name == "deepspeed.py" or not needed & {*hidden}, f"{file}: {needed & {*hidden}}"
 
 
 def _needed_to_import(body: list[ast.stmt]) -> set[str]:
-    """Return the packages that a module loads whenever it is imported: not those of functions, types and `try`."""
+    """Return what a module loads whenever it is imported: not the imports of functions, types and `try`."""
     names = set[str]()
     for node in body:
         if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names.add(str(node.module).partition(".")[0])
+            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.If):
             names |= _needed_to_import(node.orelse if "TYPE_CHECKING" in ast.unparse(node.test) else node.body)
         elif isinstance(node, ast.ClassDef):
             names |= _needed_to_import(node.body)
     return names
+
+
+def _loaded_with(module: str) -> set[str]:
+    """Return the modules of the package that importing one of them loads, and what those name of other packages."""
+    files, found, pending = _modules(), set[str](), [module]
+    while pending:
+        name = pending.pop()
+        if name not in found:
+            found.add(name)
+            if name in files:
+                parents = [name.rpartition(".")[0]] if "." in name else []
+                pending += [*_needed_to_import(ast.parse(files[name].read_text(encoding="utf-8")).body), *parents]
+    return {name for name in found if name in files or not name.startswith("draftsmith.")}
+
+
+def test_training_imports_few_modules() -> None:
+    """No plots, reports, hub or DeepSpeed until a run needs them; a launcher without a run not even torch."""
+    loaded = _loaded_with("draftsmith.train.trainer")
+    ours = {name for name in loaded if name.startswith("draftsmith")}
+    assert 50 < len(ours) <= 74, sorted(ours)
+    assert not {name for name in ours if name.startswith(("draftsmith.eval", "draftsmith.hub"))}
+    assert "torch" in loaded
+    assert not loaded & {"matplotlib", "deepspeed", "wandb"}
+    assert not _loaded_with("draftsmith.train") & {"torch", "draftsmith.eval.report", "draftsmith.train.trainer"}
 
 
 def test_bounds_and_pins_name_the_same_dependencies() -> None:

@@ -52,6 +52,7 @@ def test_loads_with_transformers_and_records_its_build(built):
     assert 0 < json.loads((built / "build.json").read_text())["heldout_loss"] < 8
 
 
+@pytest.mark.slow
 def test_shipped_weights_are_those_of_the_recipe():
     """And they predict held-out code of this Python as well as build.json says, on another processor's rounding."""
     folder, recipe = embedded_target(), EmbeddedRecipe()

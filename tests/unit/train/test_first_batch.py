@@ -32,7 +32,10 @@ def recipe_of(recipe_file: Path, kind: str, output: Path, *more: str) -> Recipe:
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("medusa", ["drafter.num_heads=3"]), ("eagle3", ["drafter.layers=[1,2]", "drafter.train_steps=3"])],
+    [
+        ("medusa", ["drafter.num_heads=3"]),
+        pytest.param("eagle3", ["drafter.layers=[1,2]", "drafter.train_steps=3"], marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_starts_below_equal_probabilities(
     kind: str, options: list[str], recipe_file: Path, tmp_path: Path, tiny_target_folder: Path

@@ -85,7 +85,7 @@ def real_peak(
 @pytest.mark.parametrize(
     ("drafter", "sections"),
     [
-        pytest.param(*case, marks=() if case[0] in (EAGLE3, DRAFT_MODEL) else pytest.mark.slow)
+        pytest.param(*case, marks=() if case[0] == EAGLE3 else pytest.mark.slow)
         for case in (
             (DRAFT_MODEL, {"train": {"activation_checkpointing": True}}),
             (MEDUSA, {"objective": {"chunk_tokens": 1024}}),
@@ -128,6 +128,7 @@ def _buffers(model: nn.Module) -> int:
     return sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
 
 
+@pytest.mark.slow
 def test_a_cached_teacher_computes_the_draft_rows_of_the_lm_head_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +161,7 @@ def test_an_encoder_decoder_pair() -> None:
     assert estimate.training == pytest.approx(real_peak(recipe, tiny_t5), rel=0.15)
 
 
+@pytest.mark.slow
 def test_the_keys_that_save_memory_do() -> None:
     config = make_llama(**WIDE).config
     base = {"type": "draft_model", "num_hidden_layers": 2}
@@ -301,6 +303,7 @@ def test_a_pretrained_drafter_is_known_by_its_config(tmp_path: Path) -> None:
     assert AutoConfig.from_pretrained(tmp_path).num_hidden_layers == 1
 
 
+@pytest.mark.slow
 def test_the_targets_own_module_counts_as_a_new_one() -> None:
     """Its files are not read, which have no data here."""
     config = make_llama(**WIDE).config
