@@ -48,15 +48,9 @@ class Batches(list[tuple[list[int], int, list[list[int]]]]):
 
 
 def sampler(
-    loaded: LoadedTarget,
-    tokens: int,
-    temperature: float,
-    batch_size: int,
-    seed: int,
-    responses: int = 1,
-    **options: Any,
+    loaded: LoadedTarget, tokens: int, temperature: float, batch: int, seed: int, responses: int = 1, **options: Any
 ) -> Sampler:
-    data = DataSection(response_tokens=tokens, temperature=temperature, batch_size=batch_size, responses=responses)
+    data = DataSection(response_tokens=tokens, temperature=temperature, batch_size=batch, responses=responses)
     return Sampler(loaded, Chat(loaded.tokenizer), data, seed, **options)
 
 

@@ -40,8 +40,8 @@ def tokenizer(template: str, *more: str) -> PreTrainedTokenizerFast:
     return tokens
 
 
-def spans(template: str, row: dict[str, Any], **options: Any) -> list[tuple[str, list[str]]]:
-    """Return the prompt of each sample, and the text of each of its spans."""
+def marked(template: str, row: dict[str, Any], **options: Any) -> list[str]:
+    """Return the prompt of each sample with its spans in brackets after it."""
     tokens = tokenizer(template)
     chat = Chat(tokens, options=options, ends=frozenset(map(tokens.convert_tokens_to_ids, ENDS)))
     samples = samples_of(chat, conversation("f:1", row), 9)
@@ -49,7 +49,8 @@ def spans(template: str, row: dict[str, Any], **options: Any) -> list[tuple[str,
     for sample in samples:
         assert sample.spans[-1][1] == len(sample.input_ids)
     return [
-        (tokens.decode(s.input_ids[: s.spans[0][0]]), [tokens.decode(s.input_ids[a:b]) for a, b in s.spans])
+        tokens.decode(s.input_ids[: s.spans[0][0]])
+        + "…".join(f"⟦{tokens.decode(s.input_ids[a:b])}⟧" for a, b in s.spans)
         for s in samples
     ]
 
@@ -71,7 +72,7 @@ def spans(template: str, row: dict[str, Any], **options: Any) -> list[tuple[str,
 )
 def test_what_a_template_does_not_show_leaves_a_row_out(row: dict[str, Any], lost: str) -> None:
     with pytest.raises(TemplateRefusal) as refused:
-        spans(BARE, row)
+        marked(BARE, row)
     assert refused.value.reason == f"have {lost} that the chat template does not show"
 
 
@@ -139,73 +140,37 @@ BLOCKS = (
 THINKING = {"reasoning_content": "hm, hm"}
 
 
+THOUGHT = [USER, {**ANSWER, **THINKING}, MORE, LAST]
+CALLED = [USER, {**CALLING, **THINKING}, RESULT, {**LAST, **THINKING}]
+AFTER_CALL = 'lookcity:the "old" Århus;days:3;<tool>⟧'
+BEGIN = "<turn>user\nhow many?</s>\n<turn>assistant\n<channel>thought<channel|>"
+
+
 @pytest.mark.parametrize(
     ("template", "row", "found"),
     [
-        (
-            GLM,
-            [USER, {**ANSWER, **THINKING}, MORE, LAST],
-            [
-                ("<user>how many?<assistant>", ["<think>hm, hm</think>two<user>"]),
-                ("<user>how many?<assistant><think></think>two<user>sure?<assistant>", ["<think></think>yes<user>"]),
-            ],
-        ),
-        (
-            GLM,
-            [USER, {**CALLING, **THINKING}, RESULT, {**LAST, **THINKING}],
-            [
-                (
-                    "<user>how many?<assistant>",
-                    ['<think>hm, hm</think>lookcity:the "old" Århus;days:3;<tool>', "<think>hm, hm</think>yes<user>"],
-                )
-            ],
-        ),
-        (
-            GLM,
-            [USER, CALLING],
-            [("<user>how many?<assistant>", ['<think></think>lookcity:the "old" Århus;days:3;<tool>'])],
-        ),
-        (
-            HARMONY,
-            [USER, {**CALLING, **THINKING}, RESULT, {**LAST, **THINKING}],
-            [
-                (
-                    "<user>how many?<end><assistant>",
-                    [
-                        'analysis:hm, hm<end><assistant>look:{"city": "the \\"old\\" Århus", "days": 3}<call>',
-                        "analysis:hm, hm<end><assistant>final:yes<return>",
-                    ],
-                )
-            ],
-        ),
-        (
-            HARMONY,
-            [USER, {**ANSWER, **THINKING}, MORE, LAST],
-            [
-                ("<user>how many?<end><assistant>", ["analysis:hm, hm<end><assistant>final:two<return>"]),
-                ("<user>how many?<end><assistant>final:two<end><user>sure?<end><assistant>", ["final:yes<return>"]),
-            ],
-        ),
-        (
-            CHANNEL,
-            [USER, {**ANSWER, "content": " two\n"}],
-            [("<turn>user\nhow many?</s>\n<turn>assistant\n<channel>thought<channel|>", ["two</s>"])],
-        ),
-        (
-            BLOCKS,
-            [USER, {**ANSWER, **THINKING}, MORE, LAST],
-            [
-                ("<user>how many?</s>\n<assistant>", ["<think>hm, hm</think>two</s>"]),
-                ("<user>how many?</s>\n<assistant>two</s>\n<user>sure?</s>\n<assistant>", ["yes</s>"]),
-            ],
-        ),
-        (BLOCKS, [USER, ANSWER, MORE, LAST], [("<user>how many?</s>\n<assistant>", ["two</s>", "yes</s>"])]),
+        (GLM, THOUGHT, ["<user>how many?<assistant>⟦<think>hm, hm</think>two<user>⟧",
+                        "<user>how many?<assistant><think></think>two<user>sure?<assistant>"
+                        "⟦<think></think>yes<user>⟧"]),
+        (GLM, CALLED, [f"<user>how many?<assistant>⟦<think>hm, hm</think>{AFTER_CALL}…"
+                       "⟦<think>hm, hm</think>yes<user>⟧"]),
+        (GLM, [USER, CALLING], [f"<user>how many?<assistant>⟦<think></think>{AFTER_CALL}"]),
+        (HARMONY, CALLED, ["<user>how many?<end><assistant>⟦analysis:hm, hm<end><assistant>"
+                           'look:{"city": "the \\"old\\" Århus", "days": 3}<call>⟧…'
+                           "⟦analysis:hm, hm<end><assistant>final:yes<return>⟧"]),
+        (HARMONY, THOUGHT, ["<user>how many?<end><assistant>⟦analysis:hm, hm<end><assistant>final:two<return>⟧",
+                            "<user>how many?<end><assistant>final:two<end><user>sure?<end><assistant>"
+                            "⟦final:yes<return>⟧"]),
+        (CHANNEL, [USER, {**ANSWER, "content": " two\n"}], [BEGIN + "⟦two</s>⟧"]),
+        (BLOCKS, THOUGHT, ["<user>how many?</s>\n<assistant>⟦<think>hm, hm</think>two</s>⟧",
+                           "<user>how many?</s>\n<assistant>two</s>\n<user>sure?</s>\n<assistant>⟦yes</s>⟧"]),
+        (BLOCKS, [USER, ANSWER, MORE, LAST], ["<user>how many?</s>\n<assistant>⟦two</s>⟧…⟦yes</s>⟧"]),
     ],
-)
+)  # fmt: skip
 def test_an_answer_is_what_the_target_writes_after_its_prompt(
-    template: str, row: list[dict[str, Any]], found: list[tuple[str, list[str]]]
+    template: str, row: list[dict[str, Any]], found: list[str]
 ) -> None:
-    assert spans(template, {"messages": row}) == found
+    assert marked(template, {"messages": row}) == found
 
 
 def test_the_prompt_keeps_its_tokens_where_the_answer_would_change_the_last_one() -> None:
