@@ -275,10 +275,7 @@ def test_commands_take_prompts_of_the_target(tmp_path: Path, recipe_file: Path, 
     ("listed", "message"),
     [
         ("[]", "prompts=[]; expected at least one source, and shares that sum to more than 0"),
-        (
-            "[{prompts: CODE, share: 0}]",
-            "share': 0}]; expected at least one source, and shares that sum to more than 0",
-        ),
+        ("[{prompts: CODE, share: 0}]", "share': 0}]; expected at least one source, and shares that sum to more"),
         ("[{prompts: CODE}, {prompts: CODE, share: -1}]", "prompts.1.share=-1; expected >= 0"),
         ("[{prompts: CODE, respons: text}]", "unknown key prompts.0.respons='text'; "),
         ("[CODE]", "; expected a section with keys"),

@@ -426,38 +426,23 @@ def test_a_system_column_of_other_forms_is_read(system: Any) -> None:
         ({"turns": [" "]}, "expected a non-empty"),
         ({"messages": ["a"]}, "f:4: message 1 is str"),
         ({"messages": [{"role": "user"}]}, "f:4: message 1 has keys"),
-        (
-            {"conversations": [{"from": "nobody", "value": "a"}]},
-            "f:4: message 1 is from 'nobody'; expected one of human",
-        ),
-        (
-            {"messages": [USER, {"role": "narrator", "content": "a"}]},
-            "f:4: message 2 is from 'narrator'; expected one of",
-        ),
+        ({"conversations": [{"from": "nobody", "value": "a"}]}, "f:4: message 1 is from 'nobody'; expected one of h"),
+        ({"messages": [USER, {"role": "narrator", "content": "a"}]}, "f:4: message 2 is from 'narrator'; expected one"),
         ({"messages": [{"role": 5, "content": "a"}]}, "f:4: message 1 is from 5; expected one of"),
         ({"messages": [{**USER, "content": 5}]}, "f:4: message 1: content of int; expected text or parts"),
         (
-            {"messages": [{**USER, "content": [{"type": "video", "video": "a.mp4"}]}]},
-            "f:4: message 1: a part of type 'video'",
+            {"messages": [{**USER, "content": [{"type": "video", "video": "a"}]}]},
+            "f:4: message 1: a part of type 'video",
         ),
-        (
-            {"messages": [{**USER, "content": [{"type": "tool_use", "text": "a"}]}]},
-            "a part of type 'tool_use' with keys",
-        ),
+        ({"messages": [{**USER, "content": [{"type": "tool_use", "text": "a"}]}]}, "a part of type 'tool_use' with k"),
         ({"messages": [{**USER, "content": [{"type": "text", "text": {}}]}]}, "a part of type 'text' with keys"),
         ({"messages": str([USER])}, "f:4: 'messages' is a list of messages as Python text; expected JSON"),
         ({"prompt": str([USER])}, "f:4: 'prompt' is a list of messages as Python text; expected JSON"),
-        (
-            {"system": "s", "messages": [{"role": "system", "content": "t"}, USER]},
-            "f:4: a system message and another text",
-        ),
+        ({"system": "s", "messages": [{"role": "system", "content": "t"}, USER]}, "f:4: a system message and another"),
         ({"system": "s", "system_prompt": "t", "prompt": "ab"}, "f:4: 'system' and 'system_prompt' differ"),
         ({"messages": []}, "f:4: keys .*; expected a non-empty"),
         ({"messages": {"role": [], "content": []}}, "f:4: keys .*; expected a non-empty"),
-        (
-            {"messages": {"role": ["user"], "content": ["a", "b"]}},
-            "'messages' has lists of 1 of 'role', 2 of 'content'",
-        ),
+        ({"messages": {"role": ["user"], "content": ["a", "b"]}}, "'messages' has lists of 1 of 'role', 2 of 'conten"),
         ({"messages": [USER, {**ANSWER, "tool_calls": "x"}]}, "f:4: message 2: tool_calls='x'; expected a list of obj"),
         ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, r"f:4: message 2: weight=0\.5; expected 0 or 1"),
         ({"messages": [USER, {**ANSWER, "train": "no"}]}, "f:4: message 2: train='no'; expected 0 or 1, or true or"),
@@ -597,12 +582,7 @@ HIDDEN = (
         ("", "<think>\nhm\n</think>\n\nA cat.", "", "<think>\nhm\n</think>\n\nA cat.</s>"),  # R1 in its first version
         ("<think>\n\n</think>\n\n", "A cat.", "<think>\n\n</think>\n\n", "A cat.</s>"),  # thinking is off
         ("<think>\n", {"content": "A cat.", "reasoning_content": "hm"}, "<think>\n", "hm\n</think>\n\nA cat.</s>"),
-        (
-            "<think>",
-            {"content": "A cat.", "reasoning_content": "hm"},
-            "<think>",
-            "hm</think>A cat.</s>",
-        ),  # DeepSeek V3.1
+        ("<think>", {"content": "A cat.", "reasoning_content": "hm"}, "<think>", "hm</think>A cat.</s>"),  # DeepSeek
     ],
 )
 def test_what_the_generation_prompt_gives_is_not_trained(begin: str, answer: Any, prompt: str, trained: str) -> None:
@@ -632,11 +612,7 @@ def test_what_the_generation_prompt_gives_is_not_trained(begin: str, answer: Any
         ("<think>\n", {}, "have an answer without the thinking that the generation prompt begins with <think>"),
         ("<think>\n\n</think>\n\n", {"reasoning_content": "hm"}, "have thinking that the chat template does not show"),
         ("", {"reasoning_content": "hm"}, "have thinking that the chat template does not show"),
-        (
-            "<think>\n\n</think>\n\n",
-            {"content": "<think>\nhm</think>A cat."},
-            "have an answer that the chat template does",
-        ),
+        ("<think>\n\n</think>\n\n", {"content": "<think>\nhm</think>A cat."}, "have an answer that the chat template"),
     ],
 )
 def test_answers_that_the_target_never_writes_after_its_prompt(begin: str, more: dict[str, str], why: str) -> None:
