@@ -194,10 +194,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.engine.key is not None and self.headers.get("Authorization") != f"Bearer {self.engine.key}":
             self._json({"error": f"no access with {self.headers.get('Authorization')}"}, 401)
         elif self.path == "/v1/models":
-            told = [
-                {"id": name, "root": f"/models/{name}", "max_model_len": self.engine.contexts.get(name)}
-                for name in names
-            ]
+            limits = self.engine.contexts
+            told = [{"id": name, "root": f"/models/{name}", "max_model_len": limits.get(name)} for name in names]
             self._json({"object": "list", "data": told})
         elif self.path == self.engine.metrics_path and self.engine.metrics is not None:
             self._send(self.engine.metrics(self.engine).encode(), 200, "text/plain; version=0.0.4")

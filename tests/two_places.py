@@ -15,14 +15,8 @@ from transfers import line_of_package, tensors_in
 aten = torch.ops.aten
 ANY_PLACE = {aten.copy_, aten._to_copy, aten._foreach_copy_, aten.set_}
 """Operators whose operands may be in different places."""
-INDEXING = {
-    aten.index,
-    aten._unsafe_index,
-    aten.index_put,
-    aten.index_put_,
-    aten._index_put_impl_,
-    aten._unsafe_index_put,
-}
+INDEXING = {aten.index, aten._unsafe_index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+INDEXING |= {aten._unsafe_index_put}
 """Operators whose indices may be on the host."""
 NO_NUMBERS = {aten.cat, aten.stack}
 """Operators that do not take a tensor of no dimensions on the host for a number."""

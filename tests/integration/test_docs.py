@@ -75,9 +75,8 @@ def test_the_drafter_of_the_page_learns_and_decodes(extending: SimpleNamespace, 
     torch.manual_seed(0)
     drafter = extending.Bigram.from_target(tiny_target, rank=16)
     drafter.attach(tiny_target)
-    step = AgreementStep(
-        drafter, Objective(kind="kl", draft_length=1), OnlineTeacher(tiny_target, drafter.needs.layers)
-    )
+    teacher = OnlineTeacher(tiny_target, drafter.needs.layers)
+    step = AgreementStep(drafter, Objective(kind="kl", draft_length=1), teacher)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-2)
     ids_BT = torch.randint(5, 60, (8, 24), generator=torch.Generator().manual_seed(0))
     batch = Batch(ids_BT, torch.ones_like(ids_BT), torch.ones_like(ids_BT).bool())

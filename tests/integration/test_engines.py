@@ -82,9 +82,8 @@ class EngineRuns(Runs):
         assert len(ends[0]) == 3
         for mine, other in zip(*ends, strict=True):
             assert mine["tau"] == other["tau"]
-        losses = [
-            torch.tensor([row["validation"]["loss"] for row in it if "validation" in row]) for it in (ours, theirs)
-        ]
+        validated = [[row["validation"]["loss"] for row in rows if "validation" in row] for rows in (ours, theirs)]
+        losses = list(map(torch.tensor, validated))
         assert len(losses[0]) == 3
         torch.testing.assert_close(*losses, **LOSS)
         wanted = self.weights(reference)

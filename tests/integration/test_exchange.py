@@ -57,9 +57,7 @@ def test_there_and_back(
     """The commands of the card run in the folder that it is in, under any name."""
     target, target_folder, drafter = pair
     out = tmp_path / "out"
-    code, said, err = printed(
-        capsys, "export", drafter, "--format", format, "--target", target_folder, "--out", str(out)
-    )
+    code, said, err = printed(capsys, "export", drafter, "--format", format, "--target", target_folder, "--out", out)
     assert (code, err) == (0, "")
     tensors = load_file(out / "model.safetensors")
     assert f"{len(tensors)} tensors, {sum(value.numel() for value in tensors.values()):,} numbers, for" in said

@@ -44,15 +44,12 @@ def test_from_a_file_to_a_drafter_for_llama_server(
     assert described["name"] == target
     assert described["revision"] == load_target(target, device="cpu").revision
     common = ["--target", target, "--drafter", drafter, "--prompts", prompts]
-    code, said, err = printed(
-        capsys, "eval", *common, "--out", "eval", "--count", "2", "--max-new-tokens", "6", "--temperature", "0"
-    )
+    short = ("--count", "2", "--max-new-tokens", "6", "--temperature", "0")
+    code, said, err = printed(capsys, "eval", *common, "--out", "eval", *short)
     assert code == 0, err
     rows = json.loads((tmp_path / "eval" / "eval.json").read_text())["rows"]
     assert rows
-    code, said, err = printed(
-        capsys, "generate", "--target", target, "--drafter", drafter, "Count", "--max-new-tokens", "4"
-    )
+    code, said, err = printed(capsys, "generate", *common[:4], "Count", "--max-new-tokens", "4")
     assert code == 0, err
     code, said, err = printed(capsys, "export", drafter, "--format", "gguf", "--target", target, "--out", "exported")
     assert code == 0, err

@@ -86,18 +86,13 @@ def test_generate_with_an_image(
 def test_eval_with_images(target: Path, prompts: Path, tmp_path: Path) -> None:
     options = ("--target", target, "--prompts", prompts, "--drafter", "early-exit:layers=1")
     out = tmp_path / "eval"
-    assert (
-        run(
-            "eval", *options, "--batch-size", 2, "--temperature", 0, "--repeats", 1, "--max-new-tokens", 8, "--out", out
-        )
-        == 0
-    )
+    short = ("--batch-size", 2, "--temperature", 0, "--repeats", 1, "--max-new-tokens", 8)
+    assert run("eval", *options, *short, "--out", out) == 0
     found = json.loads((out / "eval.json").read_text())
     assert {guard["guard"] for guard in found["guards"]} <= {"slow-baseline"}, "speed depends on the machine"
     assert found["plain"]["identical"] == found["plain"]["prompts"] == 4, "the target alone is `generate` with images"
-    cells = [
-        row["cell"] for line in (out / "cells.jsonl").read_text().splitlines() if "cell" in (row := json.loads(line))
-    ]
+    lines = map(json.loads, (out / "cells.jsonl").read_text().splitlines())
+    cells = [line["cell"] for line in lines if "cell" in line]
     first = [text["tokens"] for cell in cells for text in cell["texts"] if (text["prompt"], cell["turn"]) == ("#1", 0)]
     assert first == [generated(target, prompts.parent / "pictures" / "0.png", "ab")[:8]] * 2
     assert {text["prompt"] for cell in cells for text in cell["texts"] if cell["turn"] == 1} == {"#4"}
@@ -155,9 +150,8 @@ def test_targets_and_commands_without_images(
     bare = save_target(tmp_path / "bare", processor=False)
     assert run("generate", "ab", "--target", bare, "--image", picture) == 2
     assert f"target={bare} cannot read images" in capsys.readouterr().err
-    assert (
-        run("forecast", "--target", target, "--drafter", "suffix", "--prompts", prompts, "--out", tmp_path / "f") == 2
-    )
+    options = ("--target", target, "--drafter", "suffix", "--prompts", prompts, "--out", tmp_path / "f")
+    assert run("forecast", *options) == 2
     assert "have images; expected prompts of text alone for a forecast" in capsys.readouterr().err
 
 

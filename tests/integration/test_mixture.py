@@ -257,9 +257,7 @@ def test_commands_take_prompts_of_the_target(tmp_path: Path, recipe_file: Path, 
     asked, answers = zip(*(json.loads(line)["messages"] for line in out.read_text().splitlines()), strict=True)
     assert len(asked) == 5
     assert {message["role"] for message in answers} == {"assistant"}
-    assert shown == [f"uQ{message['content']}<eos>aQ" for message in asked[:2]], (
-        "the first ones, as its seed is the same"
-    )
+    assert shown == [f"uQ{message['content']}<eos>aQ" for message in asked[:2]], "the first ones: its seed is the same"
     capsys.readouterr()
     again = ("regenerate", "self", "--out", tmp_path / "b.jsonl")
     for message, command in {
@@ -301,11 +299,7 @@ def test_bad_sources_are_refused_in_one_line(
 @pytest.mark.parametrize(
     ("listed", "changes", "message"),
     [
-        (
-            [{"prompts": "self", "response": "text"}, {"prompts": "embedded"}],
-            [],
-            "data.prompts='self' with response='te",
-        ),
+        ([{"prompts": "self", "response": "text"}, {"prompts": "embedded"}], [], "data.prompts='self' with response='"),
         ([{"prompts": "embedded"}], ["data.subset=x"], "subset=x with a list of prompts; expected it in each source"),
         ([{"prompts": "embedded", "response": "text"}], ["data.responses=2"], "data.responses=2 with response='text'"),
         (

@@ -19,9 +19,8 @@ def _train(recipe: Path, folder: Path, *overrides: str) -> Path:
 
 def _state(folder: Path, step: int) -> dict[str, torch.Tensor]:
     place = folder / "checkpoints" / f"step-{step:06d}"
-    return {
-        f"{file.stem}/{name}": value for file in place.glob("*.safetensors") for name, value in load_file(file).items()
-    }
+    parts = {file.stem: load_file(file) for file in place.glob("*.safetensors")}
+    return {f"{part}/{name}": value for part, values in parts.items() for name, value in values.items()}
 
 
 def _require_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:

@@ -73,9 +73,8 @@ def test_every_turn_is_answered_in_order(
         assert row["usage"][1]["prompt_tokens"] == row["spans"][1][0]
         assert row["server"]["model"] == "tiny"
         assert row["server"]["temperature"] == 1.0
-    assert [body.get("tools") is not None for body in engine.asked if body["temperature"]].count(True) == (
-        2 if route == "auto" else 0
-    )
+    with_tools = [body for body in engine.asked if body["temperature"] and body.get("tools") is not None]
+    assert len(with_tools) == (2 if route == "auto" else 0)
     assert not list(tmp_path.glob(".out*")), "nothing else is left"
     assert [row.get("tools") for row in rows] == [None] * 6 + [[{"type": "function", "function": {"name": "f"}}]]
 
@@ -108,9 +107,8 @@ def test_options_reach_the_server(
     assert {row["tokenizer"] for row in rows} == set(prints)
     assert len(prints) == 1
     sent = [body for body in engine.asked if body["temperature"] not in (0, HOT)]
-    assert {(body["temperature"], body["top_p"], body["top_k"], body["max_tokens"]) for body in sent} == {
-        (0.5, 0.9, 5, 12)
-    }
+    keys = ("temperature", "top_p", "top_k", "max_tokens")
+    assert {tuple(body[key] for key in keys) for body in sent} == {(0.5, 0.9, 5, 12)}
     assert len({body["seed"] for body in sent}) == 14
 
 

@@ -378,9 +378,8 @@ def test_variables_of_an_ended_launch_are_named(recipe_file: Path, tmp_path: Pat
 def test_bad_files_stop_a_run_before_the_target_is_loaded(
     recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "draftsmith.distill.load_target.load_target", lambda *_, **__: pytest.fail("loaded the target first")
-    )
+    loaded = "draftsmith.distill.load_target.load_target"
+    monkeypatch.setattr(loaded, lambda *_, **__: pytest.fail("loaded the target first"))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "ab"}\n{"prompt": 3}\n{"prompt": 3}\n')
     with pytest.raises(ConfigError, match=r"2 of 3 rows cannot be used, such as .*prompts\.jsonl:3"):
@@ -459,9 +458,7 @@ def test_a_run_says_what_memory_it_will_take_and_took(
     monkeypatch.setattr("draftsmith.train.estimate.memory.announce_memory", announce_memory)
     loop.train(load_recipe(str(recipe_file), ["train.steps=2", "evaluation.count=1"]))
     said = " ".join(capsys.readouterr().err.split())
-    assert re.search(
-        r"memory: about \d+ MiB a process while sampling \(target \d+ MiB, drafter .*; \d+ MiB a proc", said
-    )
+    assert re.search(r"memory: about \d+ MiB a process while sampling \(target \d+ MiB, drafter .*; \d+ MiB a ", said)
     estimated = r"\d+ MiB estimated while sampling, \d+ MiB estimated in training"
     assert re.search(rf"peak memory \d+ MiB \({estimated}\)", said)
     stored = finished(tmp_path / "run")["memory"]

@@ -25,13 +25,8 @@ REAL = [name for name in shipped_recipes() if load_recipe(name).target.model != 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "head_dim": 8, "vocab_size": 64}
 SMALL |= {"n_embd": 32, "n_layer": 6, "n_head": 4, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2}
 SMALL |= {"max_position_embeddings": 256, "n_positions": 256, "num_heads": 4, "query_pre_attn_scalar": 8}
-SMALL |= {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-}
+SMALL |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4)
+SMALL |= {"num_experts_per_tok": 2, "n_shared_experts": 1}
 SMALL |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "kv_lora_rank": 8, "v_head_dim": 8}
 SMALL |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 SMALL |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "global_head_dim": 16, "num_kv_shared_layers": 0}

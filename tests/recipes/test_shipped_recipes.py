@@ -45,12 +45,8 @@ def test_a_recipe_trains_and_its_drafter_decodes(
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
     prompts = write_prompts(tmp_path / "prompts.jsonl", *("abcdefgh"[i % 5 :] for i in range(24)))
     out = tmp_path / "run"
-    small = (
-        f"output={out}",
-        f"target.model={deep_target_folder}",
-        f"data.prompts={prompts}",
-        "data.response_tokens=16",
-    )
+    small = (f"output={out}", f"target.model={deep_target_folder}", f"data.prompts={prompts}")
+    small += ("data.response_tokens=16",)
     small += ("train.steps=2", "evaluation.count=2", "evaluation.max_new_tokens=8", "train.batch_size=8")
     if RECIPES[name].drafter.type == "dflash":  # only LiLiCorr has these layers, over all candidates of all blocks
         small += ("drafter.lilicorr_hidden_size=16", "drafter.lilicorr_factor_dim=8")

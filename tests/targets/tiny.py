@@ -51,12 +51,8 @@ GEMMA_4 = {
     "per_layer_config": {1: {"head_dim": 16}, 3: {"head_dim": 16}},
     "head_dim": 8,
 }
-INKLING_2 = {
-    "unpadded_vocab_size": VOCAB,
-    "swa_num_attention_heads": 4,
-    "swa_num_key_value_heads": 2,
-    "swa_head_dim": 8,
-}
+INKLING_2 = {"unpadded_vocab_size": VOCAB, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2}
+INKLING_2 |= {"swa_head_dim": 8}
 ZAMBA = ["linear_attention", "hybrid", "linear_attention"]
 OVERRIDES: dict[str, dict[str, Any]] = {
     "axk1": MLA,

@@ -164,9 +164,8 @@ def test_conversations_that_continue_differently_are_no_twins(loaded: LoadedTarg
 
 def test_messages_of_tables_may_have_dates(loaded: LoadedTarget, tmp_path: Path) -> None:
     """WildChat's have the time of each message."""
-    user, answer = (
-        {"role": role, "content": "ab", "timestamp": datetime(2023, 4, 9)} for role in ("user", "assistant")
-    )
+    now = datetime(2023, 4, 9)
+    user, answer = ({"role": role, "content": "ab", "timestamp": now} for role in ("user", "assistant"))
     Dataset.from_list([{"conversation": [user, answer, user]}]).to_parquet(tmp_path / "p.parquet")
     settings = source_of(str(tmp_path / "p.parquet"), 10, 9, 9, turns="all")
     (row,) = read_examples(Chat(loaded.tokenizer, "plain"), settings, 128, lambda _: None)

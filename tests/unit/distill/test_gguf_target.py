@@ -101,9 +101,8 @@ def test_a_broken_file_is_refused_in_one_line(kept: int, file: Path) -> None:
 
 
 def test_an_architecture_that_is_not_known_is_named(file: Path) -> None:
-    file.write_bytes(
-        file.read_bytes().replace(b"\x05\x00\x00\x00\x00\x00\x00\x00llama", b"\x05\x00\x00\x00\x00\x00\x00\x00zzama", 1)
-    )
+    length = (5).to_bytes(8, "little")
+    file.write_bytes(file.read_bytes().replace(length + b"llama", length + b"zzama", 1))
     with pytest.raises(ConfigError, match="zzama"):
         load_target(str(file))
 

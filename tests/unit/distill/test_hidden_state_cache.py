@@ -115,9 +115,8 @@ def test_drafters_of_the_final_states_share_a_cache() -> None:
     second, teacher = cache_of(rows, "float32", (FINAL,))
     assert second.missing() == ([], [])
     online, cached = both(second, teacher, rows)
-    torch.testing.assert_close(
-        seen(cached.features_BTF, online), seen(online.features_BTF, online), rtol=1e-5, atol=1e-5
-    )
+    a_BTF, b_BTF = (seen(one.features_BTF, online) for one in (cached, online))
+    torch.testing.assert_close(a_BTF, b_BTF, rtol=1e-5, atol=1e-5)
 
 
 def test_a_killed_build_continues_and_damage_costs_one_shard() -> None:
@@ -258,9 +257,8 @@ def test_packed_rows_are_cached_as_the_target_sees_them_online() -> None:
     for a, b in ((online.hidden_BTH, cached.hidden_BTH), (online.features_BTF, cached.features_BTF)):
         torch.testing.assert_close(seen(b, cached), seen(a, online), rtol=1e-5, atol=1e-5)
     for row, documents in enumerate(DOCUMENTS):
-        parts = zip(
-            torch.tensor(rows[row]["input_ids"]).split(documents), cache.read([row])[0][0].split(documents), strict=True
-        )
+        ids_T, states_TW = torch.tensor(rows[row]["input_ids"]), cache.read([row])[0][0]
+        parts = zip(ids_T.split(documents), states_TW.split(documents), strict=True)
         for ids_T, states_TW in parts:
             alone_TH = final_states(teacher.model, ids_T[None], torch.ones_like(ids_T[None]))[0]
             torch.testing.assert_close(states_TW[:, :32], alone_TH, rtol=1e-4, atol=1e-4)  # fp32, another kernel
@@ -390,10 +388,8 @@ def test_a_cache_of_an_earlier_version_is_read() -> None:
         if number == 1:
             flip(file, -9)
     fresh, _ = cache_of(rows_of(), "float8")
-    assert fresh.missing() == (
-        [1],
-        ["teacher cache: shard-00001.safetensors does not match its checksum; building it again"],
-    )
+    problem = "teacher cache: shard-00001.safetensors does not match its checksum; building it again"
+    assert fresh.missing() == ([1], [problem])
     assert torch.equal(fresh.read([0, 9])[0], cache.read([0, 9])[0])
 
 

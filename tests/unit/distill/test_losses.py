@@ -121,9 +121,7 @@ def test_no_more_than_one_chunk_of_logits_is_alive() -> None:
 def test_an_empty_mask_still_reaches_every_parameter() -> None:
     """A process without tokens in its slice still takes part in the reduction of gradients."""
     signals = random_signals(torch.Generator().manual_seed(0))
-    empty = TeacherSignals(
-        signals.input_ids_BT, signals.attention_mask_BT, signals.hidden_BTH, torch.zeros_like(signals.mask_BT)
-    )
+    empty = replace(signals, mask_BT=torch.zeros_like(signals.mask_BT))
     state = torch.randn(B, T, D, requires_grad=True)
     head = nn.Linear(D, V)
     sums = Objective()([DraftStates.everywhere(state, head)], empty, nn.Linear(H, V).double())
@@ -290,9 +288,8 @@ def test_mixes_and_the_decay_by_position() -> None:
         return Objective(**settings)(unrolled, signals, lm_head).loss.item()
 
     mixed = loss(mix={"kl": 0.5, "tv": 2.0}, temperature=0.5, position_decay=0.25)
-    parts = [
-        weight * loss(kind=kind, temperature=0.5, position_decay=0.25) for kind, weight in (("kl", 0.5), ("tv", 2.0))
-    ]
+    each = {"temperature": 0.5, "position_decay": 0.25}
+    parts = [weight * loss(kind=kind, **each) for kind, weight in (("kl", 0.5), ("tv", 2.0))]
     assert mixed == pytest.approx(sum(parts), rel=1e-5)
     first = Objective(position_decay=1.0)(unrolled[:1], signals, lm_head).loss.item()
     rest = Objective(position_decay=0.25)(unrolled[1:], signals, lm_head).loss.item()

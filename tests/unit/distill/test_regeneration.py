@@ -31,9 +31,8 @@ TEMPLATE = (
 
 
 def questions(prompts: list[list[int]] = PROMPTS) -> Dataset:
-    rows = [
-        {"input_ids": ids, "spans": [], "opening": str(i), "turns": "", "images": ""} for i, ids in enumerate(prompts)
-    ]
+    more = {"spans": [], "turns": "", "images": ""}
+    rows = [{"input_ids": ids, "opening": str(i), **more} for i, ids in enumerate(prompts)]
     return Dataset.from_list(rows, features=FEATURES)
 
 
@@ -209,9 +208,7 @@ def test_a_full_disk_keeps_the_answers_before(
 
     monkeypatch.setattr(JsonLines, "append", full)
     folder = tmp_path / "full"
-    with pytest.raises(
-        DraftsmithError, match=r"answers-0.* cannot be written .*No space left.* answers so far are kept"
-    ):
+    with pytest.raises(DraftsmithError, match=r"answers-0.* cannot be written .*No space left.* so far are kept"):
         target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=folder, progress=False)
     assert len(target_samples(sampler(loaded, 12, 1.0, 1, 0), questions(), folder=folder, progress=False)) == 4
     assert len(written) == 5

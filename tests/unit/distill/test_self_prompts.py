@@ -87,10 +87,7 @@ def test_words_tell_kinds(text: str, kinds: list[Kind]) -> None:
     ("template", "message"),
     [
         ("{% for m in messages if m.role == 'user' %}uQ{{ m.content }}{% endfor %}", "shows no system prompt"),
-        (
-            "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}uQ",
-            "kind=math.*no system",
-        ),
+        ("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}uQ", "kind=math.*no s"),
     ],
 )
 def test_a_template_without_system_prompts_has_no_kinds(target: LoadedTarget, template: str, message: str) -> None:
@@ -125,9 +122,8 @@ def test_every_text_is_counted_as_usable_or_with_the_reason_why_not(target: Load
     texts = [Dataset.from_file(str(rows))["input_ids"] for rows in cache_dir().glob("samples/*/*/rows-1.arrow")]
     assert max(map(len, chain.from_iterable(texts))) == 24, "header and text together"
     (line,) = said
-    sampled, *numbers = (
-        int(number) for number in re.findall(r"(\d+) (?:texts|usable|without|with|empty|repeated|longer)", line)
-    )
+    words = r"(\d+) (?:texts|usable|without|with|empty|repeated|longer)"
+    sampled, *numbers = map(int, re.findall(words, line))
     assert "without an end" in line
     assert numbers[0] >= 6
     assert sum(numbers) == sampled

@@ -81,10 +81,8 @@ def test_the_completion_route_sends_tokens_or_the_same_text() -> None:
 
 
 def payload(**choice: Any) -> dict[str, Any]:
-    return {
-        "choices": [{"finish_reason": "stop", "message": {"content": "cd"}, **choice}],
-        "usage": {"prompt_tokens": 3},
-    }
+    message = {"finish_reason": "stop", "message": {"content": "cd"}, **choice}
+    return {"choices": [message], "usage": {"prompt_tokens": 3}}
 
 
 def test_answers_of_both_routes_are_read() -> None:

@@ -109,9 +109,8 @@ def test_a_norm_by_another_name_is_found(tmp_path: Path) -> None:
 def test_packed_rows_have_the_states_of_their_documents(tmp_path: Path) -> None:
     model, ids = target(), texts(6)
     pairs = list(zip(ids[:3], ids[3:], strict=True))
-    rows = Dataset.from_list(
-        [{"input_ids": a + b, "spans": [[3, len(a)]], "documents": [len(a), len(b)]} for a, b in pairs]
-    )
+    joined = ({"input_ids": a + b, "spans": [[3, len(a)]], "documents": [len(a), len(b)]} for a, b in pairs)
+    rows = Dataset.from_list(list(joined))
     read = FileStates(files(vllm(tmp_path / "states", model, ids, (2, FINAL), torch.float32)), model, (2,), rows)
     for row, (a, b) in enumerate(pairs):
         alone = [states(model, one, (FINAL, 2)).flatten(1) for one in (a, b)]
@@ -144,9 +143,8 @@ def test_states_of_another_target_or_layer_are_refused(tmp_path: Path) -> None:
     said = _refused(model, files(folder), (1, 2), ids)
     assert "holds layer 1 (0.0% off), layer 3 (0.0% off), layer 4 (0.0% off); expected layer 2 as well" in said
     folder = vllm(tmp_path / "final", model, ids, (1, 2), torch.float32)
-    assert "expected the final states as well (the final states are layer 4 for vLLM)" in _refused(
-        model, files(folder), (1,), ids
-    )
+    said = _refused(model, files(folder), (1,), ids)
+    assert "expected the final states as well (the final states are layer 4 for vLLM)" in said
     mixed = tmp_path / "mixed"
     vllm(mixed, model, ids[:3], (1, FINAL), torch.float32)
     vllm(mixed / "more", other, ids[3:], (1, FINAL), torch.float32)
@@ -239,13 +237,8 @@ def test_speculators_rows_of_tokens_are_data(tmp_path: Path, recipe_file: Path) 
         every = _own_states(OnlineTeacher(model, (1, 2)), row)
         tensors = {"hidden_states": every[:2].transpose(0, 1).bfloat16().contiguous(), "token_ids": torch.tensor(row)}
         save_file(tensors, kept / f"hs_{place}.safetensors")
-    options = [
-        "drafter={type: eagle3, layers: [1, 2]}",
-        f"data.prompts={tmp_path}/prepared",
-        "data.response=text",
-        "train.steps=2",
-    ]
-    options += ["evaluation.count=2", "train.evaluate_every=2"]
+    options = ["drafter={type: eagle3, layers: [1, 2]}", f"data.prompts={tmp_path}/prepared", "data.response=text"]
+    options += ["evaluation.count=2", "train.evaluate_every=2", "train.steps=2"]
     losses = []
     for name, more in (("online", []), ("files", ["teacher.kind=files", f"teacher.file={kept}"])):
         train(load_recipe(str(recipe_file), [*options, *more, f"output={tmp_path}/{name}"]))

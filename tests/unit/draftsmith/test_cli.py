@@ -343,10 +343,8 @@ def test_names_of_drafters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_memory_is_told_without_loading_anything(recipe_file: Path, capsys: pytest.CaptureFixture) -> None:
     (recipe_file.parent / "tiny-target" / "model.safetensors").unlink()
     without_data = ["data.prompts=user/not-cached", "evaluation.prompts=user/not-cached"]
-    assert (
-        "MiB a process in training (target 0 MiB, drafter"
-        in printed(capsys, "memory", str(recipe_file), *without_data)[1]
-    )
+    said = printed(capsys, "memory", str(recipe_file), *without_data)[1]
+    assert "MiB a process in training (target 0 MiB, drafter" in said
     assert "data.prompts=user/not-cached: no such file" in printed(capsys, "train", str(recipe_file), *without_data)[2]
     code, _, said = printed(capsys, "memory", str(recipe_file), "--processes", "3")
     assert code == 2

@@ -44,10 +44,8 @@ def test_the_texts_are_those_of_undisturbed_decoders(
     target, settings = target_model(), {**SETTINGS, "temperature": temperature}
     decoders = [SpeculativeDecoder(target), SpeculativeDecoder(target, drafter_of(kind, target))]
     expected = [decoder.generate([5, 9, 33], **settings) for decoder in decoders]
-    lanes = [
-        Lane(IncrementalText(tiny_tokenizer, [5, 9, 33]), steps(decoder, [5, 9, 33], 1, **settings))
-        for decoder in decoders
-    ]
+    texts = [IncrementalText(tiny_tokenizer, [5, 9, 33]) for _ in decoders]
+    lanes = [Lane(text, steps(one, [5, 9, 33], 1, **settings)) for text, one in zip(texts, decoders, strict=True)]
     seen = [tuple(len(lane.tokens) for lane in lanes) for _ in race(lanes)]
     assert [lane.tokens for lane in lanes] == [output.tokens for output in expected]
     overlaps = [[alpha for record in text.rounds for alpha in record.overlap] for text in (lanes[1], expected[1])]

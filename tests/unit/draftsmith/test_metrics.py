@@ -41,11 +41,8 @@ def measured(rng: np.random.Generator, units: int, gain: float, repeats: int = 3
 
 
 def test_tau_alpha_and_acceptance_by_hand() -> None:
-    rounds = [
-        Round(2, 2, 2, 3, (0.9, 0.7), 0, 0, 0),
-        Round(2, 2, 0, 1, (0.4,), 0, 0, 0),
-        Round(0, 0, 0, 1, (), 0, 0, 0),
-    ]
+    drafted = [(2, 2, 2, 3, (0.9, 0.7)), (2, 2, 0, 1, (0.4,)), (0, 0, 0, 1, ())]
+    rounds = [Round(*numbers, 0, 0, 0) for numbers in drafted]
     assert position_counts(rounds) == ([2, 1], [1, 1])
     assert acceptance_at([position_counts(rounds)]) == [0.5, 1.0]
     assert acceptance_at([([4, 0], [3, 0]), ([4], [1])]) == [0.5], "no position that nothing tested"

@@ -37,12 +37,8 @@ def test_yaml_that_is_refused(text: str, why: str) -> None:
 
 def test_yaml_that_is_read() -> None:
     """Numbers with an exponent are those of YAML 1.2 and JSON; text of this form is written in quotes."""
-    assert parse_yaml("1: a\n'1': b\nc: &c {d: 1}\ne: {d: 2, <<: *c}") == {
-        1: "a",
-        "1": "b",
-        "c": {"d": 1},
-        "e": {"d": 2},
-    }
+    merged = {1: "a", "1": "b", "c": {"d": 1}, "e": {"d": 2}}
+    assert parse_yaml("1: a\n'1': b\nc: &c {d: 1}\ne: {d: 2, <<: *c}") == merged
     assert parse_yaml("[7, +1, 0x10, 1_000, .5, .inf, no, ~]") == [7, 1, 16, 1000, 0.5, math.inf, False, None]
     numbers = {"1e-6": 1e-6, "-1E5": -1e5, "+2e+3": 2e3, "1.e2": 100.0, ".5e1": 5.0, "1_0e0": 10.0}
     texts = ["1e", "e5", "1e5x", "12e4567", "1:2e3", "٣e٣"]

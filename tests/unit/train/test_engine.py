@@ -19,9 +19,8 @@ DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAG
 FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 WRAPPED = {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer"}
-CONFIGS = sorted(
-    file.name for file in (files("draftsmith.recipes") / "accelerate").iterdir() if file.name.endswith(".yaml")
-)
+ACCELERATE = files("draftsmith.recipes") / "accelerate"
+CONFIGS = sorted(file.name for file in ACCELERATE.iterdir() if file.name.endswith(".yaml"))
 
 
 def _refused(recipe: Path, overrides: list[str], environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -100,21 +99,13 @@ def test_settings_of_the_launch_that_are_not_used_are_named(
         ([], {**DEEPSPEED, **LAUNCHED, "WORLD_SIZE": "1", "ACCELERATE_USE_CPU": "true"}, "with use_cpu; expected `acc"),
         ([], DEEPSPEED, "without ranks"),
         (["train.sequence_parallel=3"], {**LAUNCHED, "WORLD_SIZE": "4"}, "train.sequence_parallel=3 with processes=4"),
-        (
-            ["train.sequence_parallel=2"],
-            {**LAUNCHED, "WORLD_SIZE": "6"},
-            "a multiple of 3 = 6 processes / sequence_par",
-        ),
+        (["train.sequence_parallel=2"], {**LAUNCHED, "WORLD_SIZE": "6"}, "a multiple of 3 = 6 processes / sequence"),
         ([], {**DEEPSPEED, **LAUNCHED, "WORLD_SIZE": "3"}, "train.batch_size=8; expected a multiple of 3 = 3 proc"),
         (["train.batch_size=7", "train.gradient_accumulation=2"], {}, "train.batch_size=7; expected a multiple of 2"),
         ([], {"WORLD_SIZE": ""}, "WORLD_SIZE='' in the environment; expected a whole number >= 1, or unset"),
         ([], {"LOCAL_RANK": "x"}, "LOCAL_RANK='x' in the environment; expected a whole number >= 0"),
         ([], {**LAUNCHED, "WORLD_SIZE": "2", "MASTER_PORT": "0"}, "MASTER_PORT='0' in the environment; expected"),
-        (
-            [],
-            {"RANK": "0", "LOCAL_RANK": "0"},
-            "RANK=0, LOCAL_RANK=0 in the environment without WORLD_SIZE, MASTER_ADD",
-        ),
+        ([], {"RANK": "0", "LOCAL_RANK": "0"}, "RANK=0, LOCAL_RANK=0 in the environment without WORLD_SIZE, MASTER"),
         ([], {"WORLD_SIZE": "2"}, "WORLD_SIZE=2 in the environment without RANK, LOCAL_RANK, MASTER_ADDR, MAS"),
         ([], {**LAUNCHED, "WORLD_SIZE": "2", "MASTER_ADDR": ""}, "in the environment without MASTER_ADDR; exp"),
         ([], {**LAUNCHED, "WORLD_SIZE": "2", "RANK": "2"}, "MASTER_PORT=29500 in the environment; expected all"),
@@ -135,7 +126,7 @@ def test_where_the_target_lies_makes_no_other_run(recipe_file: Path) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_launch_configs_are_accelerates_own(name: str) -> None:
-    file = files("draftsmith.recipes") / "accelerate" / name
+    file = ACCELERATE / name
     config = load_config_from_file(str(file))
     text = file.read_text(encoding="utf-8")
     assert f"accelerate launch --config_file recipes/accelerate/{name} -m draftsmith.train RECIPE" in text
@@ -148,7 +139,7 @@ def test_launch_configs_are_accelerates_own(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["several_machines.sh", "slurm.sh"])
 def test_launch_scripts_are_valid_and_name_their_commands(name: str) -> None:
-    file = files("draftsmith.recipes") / "accelerate" / name
+    file = ACCELERATE / name
     text = file.read_text(encoding="utf-8")
     assert f"recipes/accelerate/{name} ddp_8gpu RECIPE [key=value ...]" in text.splitlines()[1]
     assert subprocess.run(["bash", "-n", str(file)], capture_output=True).returncode == 0

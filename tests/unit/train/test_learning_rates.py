@@ -59,9 +59,8 @@ def test_rates_go_with_the_width() -> None:
 def test_deepspeed_has_adamw_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     silent = [recipe_of(), parse_recipe({"name": "x", "output": "y", "drafter": {"type": "medusa"}}, "here")]
-    assert [with_rate(recipe).train.learning_rate for recipe in silent] == [
-        DRAFTERS["medusa"].rates.adamw * 256 / 192
-    ] * 2
+    rates = [with_rate(recipe).train.learning_rate for recipe in silent]
+    assert rates == [DRAFTERS["medusa"].rates.adamw * 256 / 192] * 2
     assert [recipe.train.optimizer for recipe in silent] == ["adamw"] * 2
     assert recipe_of(train={"optimizer": "muon"}).train.optimizer == "muon", "which DeepSpeed then refuses"
 

@@ -232,10 +232,8 @@ def test_sampling_takes_what_is_foretold(prompt: int, response: int, rows: int, 
         target = make_llama(**longer).requires_grad_(False)
         drafter = HEADS["medusa"].from_target(target)
         live.peak = live.now
-        prompts, limits = (
-            [[5] * (prompt - row) for row in range(rows)],
-            {"max_new_tokens": response, "temperature": 1.0},
-        )
+        prompts = [[5] * (prompt - row) for row in range(rows)]
+        limits = {"max_new_tokens": response, "temperature": 1.0}
         SpeculativeDecoder(target).generate_batch(prompts, seeds=list(range(rows)), **limits)
     assert drafter.training, "alive until here"
     assert estimate.sampling == pytest.approx(live.peak, rel=0.15)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import make_llama
+from run_results import losses_of
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from draftsmith.decode.decoder import SpeculativeDecoder
@@ -20,7 +21,6 @@ from draftsmith.heads.draft_model import DraftModel, EarlyExit
 from draftsmith.provenance import fingerprint_of_numbers, model_fingerprints
 from draftsmith.train.placement import placement_of
 from draftsmith.train.recipe import load_recipe
-from draftsmith.train.run_folder import read_metrics
 from draftsmith.train.trainer import train
 
 CPU = torch.device("cpu")
@@ -63,9 +63,7 @@ def test_a_run_saves_a_drafter_of_the_target_itself(
     SpeculativeDecoder(target.model, drafter).generate([5, 6, 7], max_new_tokens=4)
     train(load_recipe(str(recipe_file), [*short, f"output={tmp_path / 'plain'}"]))
     assert len(list((tmp_path / "cache" / "signals").iterdir())) == 2, "states of the quantized target are not reused"
-    plain, quantized = (
-        next(row["loss"] for row in read_metrics(tmp_path / name) if "loss" in row) for name in ("plain", "run")
-    )
+    plain, quantized = (losses_of(tmp_path / name)[0] for name in ("plain", "run"))
     assert plain != quantized
     recipe = json.loads((tmp_path / "run" / "drafter" / "config.json").read_text())["draftsmith"]["recipe"]
     assert recipe["target"]["quantization"] == "int8"

@@ -106,9 +106,8 @@ def test_quality_is_the_kl_from_the_original(chunk: int) -> None:
 def test_muon_takes_the_matrices_inside_the_layers() -> None:
     drafter = Medusa.from_target(make_llama())
     muon, adamw = optimizers(drafter, "muon")
-    assert {id(weight) for weight in muon.param_groups[0]["params"]} == {
-        id(block[0].linear.weight) for block in drafter.blocks
-    }
+    taken = {id(weight) for weight in muon.param_groups[0]["params"]}
+    assert taken == {id(block[0].linear.weight) for block in drafter.blocks}
     every = {id(weight) for optimizer in (muon, adamw) for weight in optimizer.param_groups[0]["params"]}
     assert every == {id(weight) for weight in drafter.parameters()}
     (alone,) = optimizers(drafter, "adamw")

@@ -96,9 +96,8 @@ def test_prompts_meet_an_encoder_and_answers_a_decoder() -> None:
 
 def test_only_sources_without_answers_are_sampled() -> None:
     sources = [{"prompts": "a", "share": 3}, {"prompts": "b", "response": "text"}]
-    whole, mixed = (
-        estimate_work(recipe_of(data=data), make_llama(**SHAPES).config) for data in ({}, {"prompts": sources})
-    )
+    config = make_llama(**SHAPES).config
+    whole, mixed = (estimate_work(recipe_of(data=data), config) for data in ({}, {"prompts": sources}))
     assert mixed.prompt_operations == pytest.approx(0.75 * whole.prompt_operations)
 
 
@@ -160,9 +159,8 @@ def test_values_that_save_in_another_phase_are_found_after_the_first_one() -> No
     def needed(overrides: list[str]) -> dict[str, int]:
         asked.append(overrides)
         sampling = 90 - 60 * ("data.batch_size=16" in overrides) - 20 * ("target.quantization=int8" in overrides)
-        training = (
-            60 - 30 * ("train.gradient_accumulation=4" in overrides) - 25 * ("target.quantization=int8" in overrides)
-        )
+        training = 60 - 30 * ("train.gradient_accumulation=4" in overrides)
+        training -= 25 * ("target.quantization=int8" in overrides)
         return {"while sampling": sampling, "in training": training}
 
     fewer = "data.batch_size=16"
