@@ -23,32 +23,28 @@ SEPARATOR = -1
 
 
 class NgramIndex:
-    """Index of the last end of each n-gram of up to `longest` tokens."""
+    """The last two ends of each n-gram of up to `longest` tokens."""
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
-        self._text: list[int] = []
-        self._ends: dict[tuple[int, ...], int] = {}
-        self._before: dict[tuple[int, ...], int] = {}
+        self._tokens: list[int] = []
+        self._ends: dict[tuple[int, ...], tuple[int, int]] = {}
+        """For each n-gram, the number of tokens up to its last end and up to the one before it, or 0."""
 
-    def extend(self, tokens: list[int]) -> None:
-        """Append tokens to the text."""
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens."""
         for token in tokens:
-            self._text.append(token)
-            end = len(self._text)
-            for size in range(1, min(self._longest, end) + 1):
-                gram = tuple(self._text[end - size :])
-                if gram in self._ends:
-                    self._before[gram] = self._ends[gram]
-                self._ends[gram] = end
+            self._tokens.append(token)
+            for size in range(1, min(self._longest, len(self._tokens)) + 1):
+                ngram = tuple(self._tokens[-size:])
+                self._ends[ngram] = len(self._tokens), self._ends.get(ngram, (0, 0))[0]
 
     def propose(self, count: int) -> tuple[int, list[int]]:
         """Return (length of the match, up to `count` tokens that followed it); (0, []) without a match."""
-        for size in range(min(self._longest, len(self._text) - 1), 0, -1):
-            # The last occurrence is the end of the text itself; the one before it has a continuation.
-            end = self._before.get(tuple(self._text[-size:]))
-            if end is not None:
-                return size, self._text[end : end + count]
+        for size in range(min(self._longest, len(self._tokens)), 0, -1):
+            _, end = self._ends[tuple(self._tokens[-size:])]
+            if end:
+                return size, self._tokens[end : end + count]
         return 0, []
 
 
