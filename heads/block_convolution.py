@@ -6,6 +6,8 @@ The kernels are depthwise. `base` is a weight of each channel; `delta` is a line
 sublayer, equal within groups of channels. Both convolutions of a sublayer begin as the identity.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
@@ -15,11 +17,20 @@ from draftsmith.heads.layers import Attend, DecoderLayer, Rope
 # Shapes: B rows, X positions of some blocks, b block size, k taps, H hidden size, C features.
 
 
+@dataclass(frozen=True)
+class ConvolutionOptions:
+    """Options of the layers' `BlockConvolution`; none with a size of 0."""
+
+    conv_kernel_size: int = 0
+    conv_group_size: int = 16
+
+
 class BlockConvolution(nn.Module):
     """The convolutions before and after a sublayer."""
 
-    def __init__(self, hidden_size: int, block_size: int, taps: int, group_size: int) -> None:
+    def __init__(self, hidden_size: int, block_size: int, options: ConvolutionOptions) -> None:
         super().__init__()
+        taps, group_size = options.conv_kernel_size, options.conv_group_size
         self.block_size, self.group_size = block_size, group_size
         self.base_kernel = nn.Parameter(torch.zeros(2, taps, hidden_size))
         self.kernel_projection = nn.Linear(hidden_size, 2 * taps * (hidden_size // group_size), bias=False)
@@ -48,11 +59,11 @@ class ConvolutionLayer(DecoderLayer):
     """A decoder layer with convolutions around attention and MLP; features are not convolved."""
 
     def __init__(
-        self, config: LlamaConfig, layer: int, block_size: int, taps: int, group_size: int, *, sinks: bool = False
+        self, config: LlamaConfig, layer: int, block_size: int, options: ConvolutionOptions, *, sinks: bool = False
     ) -> None:
         super().__init__(config, layer, qk_norm=True, sinks=sinks)
-        self.attention_conv = BlockConvolution(config.hidden_size, block_size, taps, group_size)
-        self.mlp_conv = BlockConvolution(config.hidden_size, block_size, taps, group_size)
+        self.attention_conv = BlockConvolution(config.hidden_size, block_size, options)
+        self.mlp_conv = BlockConvolution(config.hidden_size, block_size, options)
 
     def forward(
         self,

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, PreTrainedModel
 
 from draftsmith.heads.autoregressive import DraftNetwork, NetworkOutput
-from draftsmith.heads.block_convolution import ConvolutionLayer
+from draftsmith.heads.block_convolution import ConvolutionLayer, ConvolutionOptions
 from draftsmith.heads.layers import Attend, DecoderLayer, Rope, attention, norm, turned
 from draftsmith.heads.lm_head import DraftVocabulary, weight_of
 
@@ -37,14 +37,14 @@ class Visibility:
     """
 
     windows: Sequence[int | None]
-    """For each layer the size of its window, None for none."""
+    """For each layer the size of its window, None without one."""
     causal_windows: bool = True
     """In layers with a window, a position sees no later ones of the block."""
     causal: bool = False
     """In no layer does a position see later ones of the block."""
-    from_anchor: bool = True
+    windows_from_anchor: bool = True
     """The window is a number of features before the anchor, for all positions, as in the speculators package. Elsewhere
-    it is a number of places that each position sees, its own included, and as many later ones where it sees these."""
+    it is a number of positions, a position's own included, and as many later ones where it sees these."""
 
     def limits(self, layer: int) -> bool:
         """Return whether the layer hides features or positions of the block."""
@@ -55,12 +55,12 @@ class Visibility:
         window, slots_b = self.windows[layer], torch.arange(block, device=device)
         if window is None:
             return slots_b - ENDLESS
-        return torch.full_like(slots_b, -window) if self.from_anchor else slots_b - window + 1
+        return torch.full_like(slots_b, -window) if self.windows_from_anchor else slots_b - window + 1
 
     def block(self, layer: int, block: int, device: torch.device) -> Tensor:
         """Return the positions of the block that each of them sees, bool [b, b]."""
         window, own_bb = self.windows[layer], torch.ones(block, block, dtype=torch.bool, device=device)
-        if window is not None and not self.from_anchor:
+        if window is not None and not self.windows_from_anchor:
             own_bb = own_bb.triu(1 - window).tril(window - 1)
         return own_bb.tril() if self.causal or (self.causal_windows and window is not None) else own_bb
 
@@ -187,7 +187,7 @@ class DFlashNetwork(DraftNetwork):
         sinks: see `SelfAttention`.
         plain_target: use the target's embeddings and lm_head without the operations around them, as other projects do.
         draft_vocab_size: number of rows of an own lm_head; None: the target's lm_head is used.
-        convolution: block size, taps and group size of the layers' `BlockConvolution`; None: they have none.
+        block_size: of the layers' convolutions.
     """
 
     def __init__(
@@ -200,18 +200,19 @@ class DFlashNetwork(DraftNetwork):
         sinks: bool = False,
         plain_target: bool = False,
         draft_vocab_size: int | None = None,
-        convolution: tuple[int, int, int] | None = None,
+        block_size: int,
+        convolution: ConvolutionOptions,
     ) -> None:
         super().__init__(config)
-        self.plain_target = plain_target
+        self.plain_target, self.convolution = plain_target, convolution
         hidden = config.hidden_size
         self.first, self.sees = first, sees
         self.fc = nn.Linear(features * hidden, hidden, bias=False)
         self.hidden_norm = norm(config)
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, qk_norm=True, sinks=sinks)
-            if convolution is None
-            else ConvolutionLayer(config, layer, *convolution, sinks=sinks)
+            if convolution.conv_kernel_size == 0
+            else ConvolutionLayer(config, layer, block_size, convolution, sinks=sinks)
             for layer in range(config.num_hidden_layers)
         )
         self.norm = norm(config)

@@ -16,6 +16,7 @@ its layers, too. DSpark's `confidence_head` predicts the probability that each t
 """
 
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -26,17 +27,24 @@ from transformers import LlamaConfig, PreTrainedModel
 from draftsmith.errors import ConfigError
 from draftsmith.heads.autoregressive import NetworkDrafter
 from draftsmith.heads.base import Context, DraftStates, Level, TeacherSignals
+from draftsmith.heads.block_convolution import ConvolutionOptions
 from draftsmith.heads.block_network import QUERIES, AnchoredBlocks, DFlashNetwork, Visibility
 from draftsmith.heads.eagle3 import default_mask_token
 from draftsmith.heads.hidden_states import positions_like
 from draftsmith.heads.initial_weights import best_state, copied_share, final_states_of, silence, typical_sizes
-from draftsmith.heads.lattice import DEFAULTS as LILICORR
-from draftsmith.heads.lattice import LatticeReranker
+from draftsmith.heads.lattice import LatticeOptions, LatticeReranker
 from draftsmith.heads.lm_head import weight_of
 from draftsmith.heads.model_config import text_config
 from draftsmith.heads.rows import Counts
 from draftsmith.heads.sequence_part import SequencePart
-from draftsmith.heads.transitions import Block, CandidateSelector, Kind, MarkovBias, Transitions
+from draftsmith.heads.transitions import (
+    Block,
+    CandidateSelector,
+    MarkovBias,
+    MarkovOptions,
+    SelectorOptions,
+    Transitions,
+)
 
 # Shapes: B rows, T positions, F size of the features, A anchors, b block size, K draft positions (b, or b - 1 where the
 # anchor's position predicts nothing), S keys, H hidden size, h heads, d head size, V vocabulary, D draft vocabulary.
@@ -60,58 +68,60 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         anchors: int,
         sample_from_anchor: bool = False,
         windows: Sequence[int | None] | None = None,
-        causal_windows: bool = True,
-        causal: bool = False,
-        windows_from_anchor: bool = True,
         attention_sinks: bool = False,
         plain_target: bool = False,
         draft_vocab_size: int | None = None,
-        markov_rank: int = 0,
-        markov_type: Kind = "vanilla",
         confidence_head: bool = False,
-        conv_kernel_size: int = 0,
-        conv_group_size: int = 16,
-        selector_rank: int = 0,
-        selector_top_k: int = 16,
         mask_token: int | None = None,
-        **lilicorr: Any,
+        **options: Any,
     ) -> None:
-        """See `from_target` and `Visibility`; `mask_token`: the one whose embedding the mask has, None if trained."""
+        """See `from_target`; `mask_token`: the one whose embedding the mask has, None if trained.
+
+        Other options are fields of `Visibility`, `ConvolutionOptions`, `MarkovOptions`, `SelectorOptions` and
+        `LatticeOptions`.
+        """
         first, depth = 0 if sample_from_anchor else 1, body.num_hidden_layers
         seen = tuple(windows or [None] * depth)
         if len(seen) != depth or not all(size is None or (type(size) is int and size > 0) for size in seen):
             raise ConfigError.of("windows", windows, f"a number of tokens or null for each of the {depth} layers")
-        if conv_kernel_size > block_size:
-            raise ConfigError.of("conv_kernel_size", conv_kernel_size, f"at most the block size {block_size}")
-        if conv_kernel_size and body.hidden_size % conv_group_size:
-            raise ConfigError.of("conv_group_size", conv_group_size, f"a divisor of the width {body.hidden_size}")
-        candidates = lilicorr.get("lilicorr_candidate_topk", 0)
-        if markov_rank and selector_rank:
-            raise ConfigError.of("selector_rank", selector_rank, "0 with a markov_rank")
-        if candidates and (markov_rank or selector_rank or sample_from_anchor):
-            others = "markov_rank, selector_rank or sample_from_anchor"
-            raise ConfigError.of("lilicorr_candidate_topk", candidates, f"0 with {others}")
-        outputs = draft_vocab_size or body.vocab_size
-        counts = {"lilicorr_candidate_topk": candidates, "selector_top_k": selector_top_k if selector_rank else 0}
-        for key, count in counts.items():
+        options["windows"], outputs = seen, draft_vocab_size or body.vocab_size
+        sees, convolution, markov, selector, lattice = _parts(options)
+        candidates = lattice.lilicorr_candidate_topk
+        if convolution.conv_kernel_size > block_size:
+            said = f"at most the block size {block_size}"
+            raise ConfigError.of("conv_kernel_size", convolution.conv_kernel_size, said)
+        if convolution.conv_kernel_size and body.hidden_size % convolution.conv_group_size:
+            said = f"a divisor of the width {body.hidden_size}"
+            raise ConfigError.of("conv_group_size", convolution.conv_group_size, said)
+        if markov.markov_rank and selector.selector_rank:
+            raise ConfigError.of("selector_rank", selector.selector_rank, "0 with a markov_rank")
+        if candidates and (markov.markov_rank or selector.selector_rank or sample_from_anchor):
+            said = "0 with markov_rank, selector_rank or sample_from_anchor"
+            raise ConfigError.of("lilicorr_candidate_topk", candidates, said)
+        selected = selector.selector_top_k if selector.selector_rank else 0
+        for key, count in {"lilicorr_candidate_topk": candidates, "selector_top_k": selected}.items():
             if count > outputs:
                 raise ConfigError.of(key, count, f"at most the {outputs} tokens that it drafts")
-        self.convolution = (conv_kernel_size, conv_group_size) if conv_kernel_size else None
-        sees = Visibility(seen, causal_windows, causal, windows_from_anchor)
-        options: dict[str, Any] = {"sinks": attention_sinks, "plain_target": plain_target}
-        options |= {"draft_vocab_size": draft_vocab_size}
-        options["convolution"] = self.convolution and (block_size, *self.convolution)
-        super().__init__(DFlashNetwork(body, len(layers), first, sees=sees, **options), layers)
+        network = DFlashNetwork(
+            body,
+            len(layers),
+            first,
+            sees=sees,
+            sinks=attention_sinks,
+            plain_target=plain_target,
+            draft_vocab_size=draft_vocab_size,
+            block_size=block_size,
+            convolution=convolution,
+        )
+        super().__init__(network, layers)
         self.block_size, self.anchors, self.mask_token = block_size, anchors, mask_token
         self.body.mask_embedding.requires_grad_(mask_token is None)
-        biased = (body.vocab_size, markov_rank, outputs, body.hidden_size, markov_type)
-        self.markov = MarkovBias(*biased) if markov_rank else None
-        selecting = (body.vocab_size, selector_rank, outputs, body.hidden_size, selector_top_k)
-        self.selector = CandidateSelector(*selecting) if selector_rank else None
-        named = {key.removeprefix("lilicorr_"): value for key, value in lilicorr.items()}
-        lattice = (body.hidden_size, block_size, body.rms_norm_eps)
-        self.lilicorr = LatticeReranker(*lattice, **named) if candidates else None
-        self.confidence = nn.Linear(body.hidden_size + markov_rank, 1) if confidence_head else None
+        sizes = body.vocab_size, outputs, body.hidden_size
+        self.markov = MarkovBias(*sizes, markov) if markov.markov_rank else None
+        self.selector = CandidateSelector(*sizes, selector) if selector.selector_rank else None
+        of_block = body.hidden_size, block_size, body.rms_norm_eps
+        self.lilicorr = LatticeReranker(*of_block, lattice) if candidates else None
+        self.confidence = nn.Linear(body.hidden_size + markov.markov_rank, 1) if confidence_head else None
         self.max_draft_length = block_size - first
 
     @property
@@ -216,24 +226,16 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             "block_size": self.block_size,
             "anchors": self.anchors,
             "sample_from_anchor": self.body.first == 0,
+            **vars(sees),
             "windows": list(sees.windows) if any(sees.windows) else None,
-            "causal_windows": sees.causal_windows,
-            "causal": sees.causal,
-            "windows_from_anchor": sees.from_anchor,
             "attention_sinks": self.body.sinks(0) is not None,
             "plain_target": self.body.plain_target,
             "draft_vocab_size": None if self.body.lm_head is None else self.body.lm_head.out_features,
-            "markov_rank": 0 if self.markov is None else self.markov.markov_w1.embedding_dim,
-            "markov_type": "vanilla" if self.markov is None else self.markov.kind,
             "confidence_head": self.confidence is not None,
-            "conv_kernel_size": 0 if self.convolution is None else self.convolution[0],
-            "conv_group_size": 16 if self.convolution is None else self.convolution[1],
-            **{
-                f"lilicorr_{key}": value
-                for key, value in (self.lilicorr.options if self.lilicorr else LILICORR).items()
-            },
-            "selector_rank": 0 if self.selector is None else self.selector.predecessor_codebook.shape[1],
-            "selector_top_k": 16 if self.selector is None else self.selector.top_k,
+            **vars(self.body.convolution),
+            **vars(MarkovOptions() if self.markov is None else self.markov.options),
+            **vars(SelectorOptions() if self.selector is None else self.selector.options),
+            **vars(LatticeOptions() if self.lilicorr is None else self.lilicorr.options),
             "mask_token": self.mask_token,
         }
 
@@ -403,6 +405,21 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         # No share is empty. In turns, since short texts lack the last ones.
         missing = -anchors_BA.shape[1] % part.count
         return nn.functional.pad(anchors_BA, (0, missing), value=-1)[:, part.index :: part.count]
+
+
+PARTS = (Visibility, ConvolutionOptions, MarkovOptions, SelectorOptions, LatticeOptions)
+"""Options of parts of a `DFlash`, whose fields are options of its own."""
+
+
+def _parts(
+    options: dict[str, Any],
+) -> tuple[Visibility, ConvolutionOptions, MarkovOptions, SelectorOptions, LatticeOptions]:
+    """Return the options of each part; TypeError for one of none."""
+    names = [{field.name for field in fields(part)} for part in PARTS]
+    if unknown := options.keys() - set().union(*names):
+        raise TypeError(f"unexpected options: {sorted(unknown)}")
+    values = [{name: options[name] for name in options.keys() & own} for own in names]
+    return tuple(part(**given) for part, given in zip(PARTS, values, strict=True))  # pyright: ignore[reportReturnType]
 
 
 def best_tokens(logits_nD: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ of the position before, which walks never draw, leaves the states' log-probabili
 Rusanovsky et al. 2026, arXiv:2608.20530; the names of the weights are those of NVIDIA's first exports, see `ENGINES`.
 """
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,25 @@ from draftsmith.heads.transitions import Block, CandidateTransitions
 # of the vectors, R = k + 3 rows: scores after each candidate of the position before, after others; these candidates, as
 # tokens and as rows of the logits.
 
-DEFAULTS: dict[str, Any] = {"candidate_topk": 0, "hidden_size": 1024, "num_layers": 2, "num_heads": 8, "mlp_ratio": 2.0}
-DEFAULTS |= {"factor_dim": 1024, "vector_eps": 1e-4, "logit_scale": 8.0}
-"""Options, whose names have the prefix `lilicorr_` in recipes and files; published values but for the first."""
 ENGINES = {"feature_mlp.0.": "feature_norm.", "feature_mlp.1.": "feature_mlp.up_proj."}
 ENGINES |= {"feature_mlp.3.": "feature_mlp.down_proj.", ".mlp.0.": ".mlp.up_proj.", ".mlp.2.": ".mlp.down_proj."}
 """Parts of the names of weights, and those of vLLM 0.32 and SGLang 0.5.23, which refuse or rename the former."""
 FEATURES = 5
 """Log-probability of a candidate, probability, distance from the best one, rank from 0 to 1, whether it is the best."""
+
+
+@dataclass(frozen=True)
+class LatticeOptions:
+    """Options of a `LatticeReranker`, see `DFlashSection`; published values but for the first, 0 for none."""
+
+    lilicorr_candidate_topk: int = 0
+    lilicorr_hidden_size: int = 1024
+    lilicorr_num_layers: int = 2
+    lilicorr_num_heads: int = 8
+    lilicorr_mlp_ratio: float = 2.0
+    lilicorr_factor_dim: int = 1024
+    lilicorr_vector_eps: float = 1e-4
+    lilicorr_logit_scale: float = 8.0
 
 
 class LatticeLayer(nn.Module):
@@ -54,15 +65,13 @@ class LatticeLayer(nn.Module):
 class LatticeReranker(CandidateTransitions):
     """LiLiCorr's head for blocks of `block_size` positions, of which the first predicts nothing."""
 
-    def __init__(self, width: int, block_size: int, rms_norm_eps: float, **options: Any) -> None:
-        if unknown := options.keys() - DEFAULTS.keys():
-            raise TypeError(f"unexpected options: {sorted(unknown)}")
-        super().__init__({**DEFAULTS, **options}["candidate_topk"])
-        self.options = {**DEFAULTS, **options}
-        size, heads = self.options["hidden_size"] or width, self.options["num_heads"]
+    def __init__(self, width: int, block_size: int, rms_norm_eps: float, options: LatticeOptions) -> None:
+        super().__init__(options.lilicorr_candidate_topk)
+        self.options = options
+        size, heads = options.lilicorr_hidden_size or width, options.lilicorr_num_heads
         if size % heads:
             raise ConfigError.of("lilicorr_num_heads", heads, f"a divisor of lilicorr_hidden_size={size}")
-        inner, dim = int(size * self.options["mlp_ratio"]), self.options["factor_dim"]
+        inner, dim = int(size * options.lilicorr_mlp_ratio), options.lilicorr_factor_dim
         self.token_proj = nn.Identity() if size == width else nn.Linear(width, size)
         self.pass_hidden_proj, self.context_proj = nn.Linear(width, size), nn.Linear(width, size)
         self.feature_mlp = nn.Sequential(
@@ -72,7 +81,7 @@ class LatticeReranker(CandidateTransitions):
         self.rank_embedding = nn.Parameter(torch.zeros(1, 1, 1, self.top_k, size))
         self.relative_slot_bias = nn.Parameter(torch.zeros(heads, 2 * block_size - 1))
         self.same_slot_bias = nn.Parameter(torch.zeros(heads))
-        layers = (LatticeLayer(size, heads, inner, rms_norm_eps) for _ in range(self.options["num_layers"]))
+        layers = (LatticeLayer(size, heads, inner, rms_norm_eps) for _ in range(options.lilicorr_num_layers))
         self.layers = nn.ModuleList(layers)
         self.output_norm, self.anchor_norm = RMSNorm(size, eps=rms_norm_eps), RMSNorm(size, eps=rms_norm_eps)
         self.factor_input_proj = nn.Linear(3 * size, size)
@@ -113,7 +122,7 @@ class LatticeReranker(CandidateTransitions):
         out_nKkF, in_nKkF = (self._unit(head(x_nSH)).unflatten(1, (K, k)) for head in (self.out_head, self.in_head))
         start_nk = (in_nKkF[:, 0] @ self._unit(self.anchor_out_head(anchor_nH))[:, :, None])[..., 0]
         pairs_nJkk = out_nKkF[:, :-1] @ in_nKkF[:, 1:].transpose(-1, -2)
-        scale, exact = self.options["logit_scale"], torch.promote_types(start_nk.dtype, torch.float32)
+        scale, exact = self.options.lilicorr_logit_scale, torch.promote_types(start_nk.dtype, torch.float32)
         return scale * start_nk.to(exact), scale * pairs_nJkk.to(exact)
 
     def _features(self, log_probs_nKk: Tensor) -> Tensor:
@@ -130,7 +139,7 @@ class LatticeReranker(CandidateTransitions):
         return bias_hSS + (apart_SS == 0) * self.same_slot_bias[:, None, None]
 
     def _unit(self, x: Tensor) -> Tensor:
-        return normalize(x, dim=-1, eps=self.options["vector_eps"])
+        return normalize(x, dim=-1, eps=self.options.lilicorr_vector_eps)
 
     def step(self, carried_nr: Tensor, before_n: Tensor, states_nH: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scores after the tokens, and the candidates that they are of."""

@@ -16,6 +16,7 @@ A new kind of transitions is a subclass of these, and an option of `DFlash`.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -92,14 +93,23 @@ class CandidateTransitions(Transitions):
         return others_nD.scatter(-1, candidates_nk.expand_as(scores_nk), scores_nk.to(others_nD.dtype))
 
 
+@dataclass(frozen=True)
+class SelectorOptions:
+    """Options of a `CandidateSelector`; none with a rank of 0."""
+
+    selector_rank: int = 0
+    selector_top_k: int = 16
+
+
 class CandidateSelector(CandidateTransitions):
     """DFlash 2: U(b) + <A[a] * P h, B[b]>, with codebooks A and B of rank r.
 
     Source: the package dflash 0.1.0 of z-lab.
     """
 
-    def __init__(self, vocab_size: int, rank: int, outputs: int, hidden_size: int, top_k: int) -> None:
-        super().__init__(top_k)
+    def __init__(self, vocab_size: int, outputs: int, hidden_size: int, options: SelectorOptions) -> None:
+        super().__init__(options.selector_top_k)
+        self.options, rank = options, options.selector_rank
         self.predecessor_codebook = nn.Parameter(torch.randn(vocab_size, rank))
         self.successor_codebook = nn.Parameter(torch.zeros(outputs, rank))
         self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
@@ -117,6 +127,14 @@ class CandidateSelector(CandidateTransitions):
         return [self.successor_codebook]
 
 
+@dataclass(frozen=True)
+class MarkovOptions:
+    """Options of a `MarkovBias`; none with a rank of 0."""
+
+    markov_rank: int = 0
+    markov_type: Kind = "vanilla"
+
+
 class MarkovBias(Transitions):
     """DSpark: W2 l, a low-rank bias of D logits. l depends on e = W1[token before] and on h, the state of the block.
 
@@ -127,9 +145,9 @@ class MarkovBias(Transitions):
     rnn       (g, c, o) = J [s; e; h],  l = tanh(o),  s <- sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c),  s = 0 at first
     """
 
-    def __init__(self, vocab_size: int, rank: int, outputs: int, hidden_size: int, kind: Kind) -> None:
+    def __init__(self, vocab_size: int, outputs: int, hidden_size: int, options: MarkovOptions) -> None:
         super().__init__()
-        self.kind = kind
+        self.options, rank, kind = options, options.markov_rank, options.markov_type
         self.markov_w1 = nn.Embedding(vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, outputs, bias=False)
         self.gate_proj = nn.Linear(hidden_size + rank, rank) if kind == "gated" else None

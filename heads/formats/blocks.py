@@ -198,12 +198,12 @@ def fits_muse_glimmer(source: Source[DFlash]) -> bool:
     plain = drafter.transitions is None and drafter.confidence is None and drafter.body.lm_head is None
     plain = (
         plain
-        and drafter.convolution is None
+        and drafter.body.convolution.conv_kernel_size == 0
         and drafter.body.first == 1
         and drafter.body.sinks(0) is None
         and drafter.mask_token is not None
     )
-    windows = len(sizes) < 2 and not sees.causal and not (sizes and (sees.causal_windows or sees.from_anchor))
+    windows = len(sizes) < 2 and not sees.causal and not (sizes and (sees.causal_windows or sees.windows_from_anchor))
     family = str(source.text.model_type).startswith("muse_glimmer")
     return family and plain and windows and min(drafter.needs.layers) >= 1 and drafter.body.plain_target
 
@@ -428,7 +428,7 @@ def _attention_fields(source: Source[DFlash]) -> dict[str, Any]:
     sees = source.drafter.body.sees
     sizes = sorted({size for size in sees.windows if size is not None})
     source.require(len(sizes) < 2, f"windows of {sizes} tokens", "one size, or format=transformers")
-    counted = not sizes or not sees.from_anchor
+    counted = not sizes or not sees.windows_from_anchor
     problem = "a window that counts from the anchor, which engines count from each position"
     source.require(counted, problem, "one of positions, or format=transformers")
     kinds = ["full_attention" if size is None else "sliding_attention" for size in sees.windows]

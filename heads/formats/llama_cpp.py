@@ -110,7 +110,7 @@ def write_dflash(source: Source[DFlash]) -> Serving:
     source.require(window is None, f"a window of {window} tokens", "none: llama.cpp makes no layer of a block causal")
     source.require(not body.sees.causal, "causal layers", "others: llama.cpp makes no layer of a block causal")
     source.require(body.sinks(0) is None, "attention sinks", "none, or format=vllm")
-    plain = drafter.transitions is drafter.markov and drafter.convolution is None
+    plain = drafter.transitions is drafter.markov and body.convolution.conv_kernel_size == 0
     source.require(
         plain, "convolutions or transitions other than markov_rank", "none, or format=vllm, sglang or transformers"
     )

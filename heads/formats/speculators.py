@@ -4,6 +4,7 @@ EAGLE-3's reader is in `eagle`, those of block drafters are in `blocks`.
 """
 
 import re
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from draftsmith.heads.formats.common import (
 from draftsmith.heads.formats.native_mtp import OWN, represented
 from draftsmith.heads.formats.native_mtp import SPECULATORS as SPECULATORS_MTP
 from draftsmith.heads.formats.published import Published
-from draftsmith.heads.lattice import DEFAULTS, ENGINES
+from draftsmith.heads.lattice import ENGINES, LatticeOptions
 from draftsmith.heads.layers import windows_of
 from draftsmith.heads.lm_head import logits_map, weight_of
 from draftsmith.heads.mtp import Mtp
@@ -40,7 +41,7 @@ UNANCHORED = ("sample_from_anchor=True without markov_rank or confidence_head", 
 """A DFlash that vLLM refuses to start with, and what it serves."""
 DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 """The options and keys of DFlash 2; the first two may be those of LiLiCorr."""
-LILICORR = tuple(f"lilicorr_{key}" for key in DEFAULTS)
+LILICORR = tuple(field.name for field in fields(LatticeOptions))
 """The options and keys of LiLiCorr."""
 MOST_CANDIDATES = 16
 """The candidates of LiLiCorr that vLLM 0.32 and SGLang 0.5.23 accept; their number is a power of two."""

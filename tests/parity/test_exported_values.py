@@ -37,7 +37,7 @@ def test_windows_are_written_or_refused(format: str, tmp_path: Path, target: Lla
 @pytest.mark.parametrize("causal", [True, False])
 def test_windows_of_blocks_are_written(causal: bool, tmp_path: Path, target: LlamaForCausalLM) -> None:
     drafter = made("dflash", target, block_size=4)
-    drafter.body.sees = Visibility((3, 3), causal, from_anchor=False)
+    drafter.body.sees = Visibility((3, 3), causal, windows_from_anchor=False)
     again = load_drafter(exported(drafter, target, "vllm", tmp_path / "out").folder, target)
     assert again.body.sees == drafter.body.sees
     drafter.body.sees.windows = (3, 5)

@@ -34,10 +34,10 @@ CASES = {
     for kind in ("dflash", "dspark")
     for sees in (
         Visibility((None, None)),
-        Visibility((3, None), causal_windows=True, from_anchor=False),
-        Visibility((3, 3), causal_windows=True, from_anchor=False),
-        Visibility((None, 3), causal_windows=False, from_anchor=False),
-        Visibility((None, 3), causal=True, from_anchor=False),
+        Visibility((3, None), causal_windows=True, windows_from_anchor=False),
+        Visibility((3, 3), causal_windows=True, windows_from_anchor=False),
+        Visibility((None, 3), causal_windows=False, windows_from_anchor=False),
+        Visibility((None, 3), causal=True, windows_from_anchor=False),
         Visibility((None, None), causal=True),
     )
 }

@@ -28,8 +28,11 @@ DRAFTERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 SEEN = [Visibility((None, None)), Visibility((3, None)), Visibility((3, 2), causal_windows=False)]
-SEEN += [Visibility((5, None), from_anchor=False), Visibility((4, 2), causal_windows=False, from_anchor=False)]
-SEEN += [Visibility((None, 3), causal=True, from_anchor=False)]
+SEEN += [
+    Visibility((5, None), windows_from_anchor=False),
+    Visibility((4, 2), causal_windows=False, windows_from_anchor=False),
+]
+SEEN += [Visibility((None, 3), causal=True, windows_from_anchor=False)]
 
 
 def network(sees: Visibility) -> DFlashNetwork:

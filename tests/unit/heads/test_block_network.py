@@ -20,8 +20,8 @@ WINDOWS = {
     "causal": (Visibility((None,), causal=True), lambda slot, key, window: key <= slot),
     "features": (Visibility((3,), False), lambda slot, key, window: key >= -window),
     "features, causal": (Visibility((3,)), lambda slot, key, window: -window <= key <= slot),
-    "places": (Visibility((2,), False, from_anchor=False), lambda slot, key, window: abs(slot - key) < window),
-    "places, causal": (Visibility((3,), from_anchor=False), lambda slot, key, window: 0 <= slot - key < window),
+    "places": (Visibility((2,), False, windows_from_anchor=False), lambda slot, key, window: abs(slot - key) < window),
+    "places, causal": (Visibility((3,), windows_from_anchor=False), lambda slot, key, window: 0 <= slot - key < window),
 }
 """What each layout means by a window; whether slot `slot` sees place `key`, both relative to the anchor."""
 

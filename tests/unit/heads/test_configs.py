@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from conftest import make_llama
 import draftsmith.heads
 from draftsmith.heads import HEADS, TrainableDrafter
 from draftsmith.heads.configs import DRAFTERS, VocabularyOption
+from draftsmith.heads.dflash import PARTS
 from draftsmith.heads.eagle3 import OPTIONS
-from draftsmith.heads.lattice import DEFAULTS as LILICORR
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
@@ -25,7 +26,7 @@ def test_entry_names_its_class_and_options(kind: str) -> None:
     ]
     options = {name for maker in makers for name in inspect.signature(maker).parameters}
     keys = set(entry.section.model_fields) - {"type"}
-    passed_on = {"eagle3": {*OPTIONS, "qk_norm"}, "dflash": {f"lilicorr_{option}" for option in LILICORR}}
+    passed_on = {"eagle3": {*OPTIONS, "qk_norm"}, "dflash": {field.name for part in PARTS for field in fields(part)}}
     assert keys - {"draft_vocab_size"} <= options | passed_on.get(kind, set())
     assert ("draft_vocab_size" in options) == issubclass(entry.section, VocabularyOption)
 

@@ -10,17 +10,18 @@ from draftsmith.distill.objective import Objective
 from draftsmith.distill.teacher import Batch, OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads.dflash import DFlash
-from draftsmith.heads.lattice import LatticeReranker
+from draftsmith.heads.lattice import LatticeOptions, LatticeReranker
 from draftsmith.heads.layers import LayerConfig
-from draftsmith.heads.transitions import Block, CandidateSelector
+from draftsmith.heads.transitions import Block, CandidateSelector, SelectorOptions
 
 V, H, RANK, TOP, N = 12, 8, 3, 4, 6
+LATTICE = LatticeOptions(TOP, lilicorr_hidden_size=8, lilicorr_num_heads=2, lilicorr_factor_dim=4)
 
 
 def test_training_divides_among_candidates_what_the_states_give_them() -> None:
     """q of training is finite, gives other tokens what the unary logits do, and is the walk's among candidates."""
     torch.manual_seed(0)
-    selector = CandidateSelector(V, RANK, V, H, TOP).double()
+    selector = CandidateSelector(V, V, H, SelectorOptions(RANK, TOP)).double()
     torch.nn.init.normal_(selector.successor_codebook)
     unary_NV, states_NH, before_N = torch.randn(N, V).double(), torch.randn(N, H).double(), torch.randint(V, (N,))
     values_NX, _ = selector.step(states_NH[:, :0], before_N, states_NH)
@@ -65,8 +66,7 @@ def test_the_states_that_give_a_lattice_its_candidates_are_trained_too() -> None
 def test_candidates_of_a_draft_vocabulary_are_known_by_their_tokens() -> None:
     """The scores after the third candidate are the same where tokens are other numbers than rows of the logits."""
     torch.manual_seed(0)
-    sizes = {"candidate_topk": TOP, "hidden_size": 8, "num_heads": 2, "factor_dim": 4}
-    lattice = LatticeReranker(H, 4, 1e-6, **sizes).double()
+    lattice = LatticeReranker(H, 4, 1e-6, LATTICE).double()
     states_nKH, last_nH, table_VH = (torch.randn(*shape, H).double() for shape in ((N, 3), (N,), (V,)))
     log_probs_nKk, rows_nKk = torch.randn(N, 3, V).double().log_softmax(-1).topk(TOP)
     found: list[list[torch.Tensor]] = []
@@ -93,8 +93,7 @@ def test_candidates_of_a_draft_vocabulary_are_known_by_their_tokens() -> None:
 def test_after_a_token_that_is_no_candidate_a_lattice_has_the_scores_of_the_logits() -> None:
     """Such tokens are drawn where q is that of the logits outside the candidates; the first position has one row."""
     torch.manual_seed(0)
-    sizes = {"candidate_topk": TOP, "hidden_size": 8, "num_heads": 2, "factor_dim": 4}
-    lattice = LatticeReranker(H, 4, 1e-6, **sizes).double()
+    lattice = LatticeReranker(H, 4, 1e-6, LATTICE).double()
     states_nKH, last_nH, table_VH = (torch.randn(*shape, H).double() for shape in ((N, 3), (N,), (V,)))
     log_probs_nKk, rows_nKk = torch.randn(N, 3, V).double().log_softmax(-1).topk(TOP)
     block = Block(
