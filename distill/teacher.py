@@ -6,7 +6,6 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 from draftsmith.errors import ConfigError
@@ -21,6 +20,7 @@ from draftsmith.heads.hidden_states import (
     texts_apart,
 )
 from draftsmith.heads.lm_head import logits_head
+from draftsmith.heads.model_config import has_data
 
 NEAR = 0.1
 """Limit of the difference of states between two kernels in 16 bits, relative to their norm, as a median over tokens: at
@@ -128,7 +128,7 @@ def require_packable(model: PreTrainedModel, role: str = "target") -> None:
     refusal = f"data.pack=True with a {role} of model_type={model.config.model_type!r}"
     if model.config.is_encoder_decoder:
         raise ConfigError(f"{refusal}, an encoder-decoder; expected data.pack=false")
-    if isinstance(next(model.parameters()), FakeTensor):
+    if not has_data(model):
         return  # only its memory is estimated
     device, training = next(model.parameters()).device, model.training
     texts = [[1, 2, 3, 4, 5], [6, 7, 8, 9], [9, 8, 7], [6, 5, 4, 3, 2, 1]]  # two rows: some kernels only support one
@@ -174,7 +174,7 @@ def measure_flat_rows(model: PreTrainedModel) -> None:
 
     Like `logits_map` it runs the model, so it is called while no engine has divided it.
     """
-    if is_measured(model) or isinstance(next(model.parameters()), FakeTensor) or not read_flat(model):
+    if is_measured(model) or not has_data(model) or not read_flat(model):
         return
     device, training = next(model.parameters()).device, model.training
     ids_BT = torch.tensor([[1, 2, 3, 4, 0, 0], [5, 6, 7, 8, 9, 1], [9, 8, 7, 6, 0, 0], [2, 0, 0, 0, 0, 0]]).to(device)

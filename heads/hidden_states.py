@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -24,7 +23,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.base import FINAL
 from draftsmith.heads.flat_rows import as_rows, flat_rows
 from draftsmith.heads.lm_head import logits_map
-from draftsmith.heads.model_config import QueryScales, is_dynamic, rotary_switch, text_config, uncompiled
+from draftsmith.heads.model_config import QueryScales, has_data, is_dynamic, rotary_switch, text_config, uncompiled
 from draftsmith.provenance import fingerprint
 
 ProcessorInputs = Mapping[str, Tensor]
@@ -108,7 +107,7 @@ def texts_apart(
 ) -> TextsApart | None:
     """Return the groups of texts that are read apart; None where one pass gives every text its own frequencies."""
     switch, shape = rotary_switch(model.config), attention_mask_BT.shape
-    if switch is None or shape[1] <= switch or isinstance(attention_mask_BT, FakeTensor):
+    if switch is None or shape[1] <= switch or not has_data(attention_mask_BT):
         return None
     texts = []
     documents = torch.zeros_like(attention_mask_BT) if documents_BT is None else documents_BT

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedModel
 
 from draftsmith.errors import ConfigError, reason_of
-from draftsmith.heads.model_config import require_in_memory
+from draftsmith.heads.model_config import has_data, require_in_memory
 from draftsmith.provenance import fingerprint
 
 
@@ -168,7 +168,7 @@ def logits_map(model: PreTrainedModel) -> LogitsMap:
     """
     lm_head_weight(model)
     name = type(model).__name__
-    if isinstance(next(model.parameters()), FakeTensor):
+    if not has_data(model):
         return LogitsMap()
     require_in_memory(model)
     if model not in _MEASURED:

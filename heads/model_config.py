@@ -9,9 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.errors import ConfigError
+
+
+def has_data(values: Tensor | nn.Module) -> bool:
+    """Return whether a tensor, or a module's first weight, has data; the memory estimate runs on tensors without."""
+    first = values if isinstance(values, Tensor) else next(values.parameters())
+    return not isinstance(first, FakeTensor)
 
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:

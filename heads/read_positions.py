@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from draftsmith.heads.base import TeacherSignals
 from draftsmith.heads.hidden_states import positions_like
+from draftsmith.heads.model_config import has_data
 from draftsmith.heads.sequence_part import SequencePart
 
 # Shapes: B rows, T positions, P = B * T places, M places of keys, N places of queries, X places of a step, D documents,
@@ -56,7 +57,9 @@ class ReadPositions:
             own_keys, own = part.positions(self.count), part.positions(total)
         self._own_keys = own_keys.stop - own_keys.start
         sizes = (self.count, total, total, total)
-        keys_M, queries_N, among_N, ends_N = (_moved(x, n, ids_BT) for x, n in zip(places, sizes, strict=True))
+        keys_M, queries_N, among_N, ends_N = (
+            nn.functional.pad(x, (0, size - len(x))).to(ids_BT.device) for x, size in zip(places, sizes, strict=True)
+        )
         self.queries_N, self._ends_N = queries_N[own], ends_N[own]
         self.runs = list(_within(runs, own))
         """The documents' spans of queries."""
@@ -119,7 +122,7 @@ def _on_host(trained_BT: Tensor, documents_BT: Tensor | None) -> tuple[Tensor, T
     Fake tensors, which memory is estimated with, have no values; as many positions as `nonzero` returns are trained.
     """
     B, T = trained_BT.shape
-    if isinstance(trained_BT, FakeTensor):
+    if not has_data(trained_BT):
         count = -(-trained_BT.nonzero().shape[0] // B)
         with unset_fake_temporarily():
             places_BT = torch.arange(T, device="cpu").expand(B, T)
@@ -181,10 +184,3 @@ def _rounded(count: int) -> int:
     """Return the length of a flat row with `count` places, at least one multiple."""
     multiple = max(MULTIPLE, 1 << (count // SHARE).bit_length() - 1 if count >= SHARE else 0)
     return max(multiple, -(-count // multiple) * multiple)
-
-
-def _moved(places: Tensor, size: int, ids_BT: Tensor) -> Tensor:
-    """Return places filled with zeros to `size`, on the device of `ids_BT`; all zeros where that has no values."""
-    if isinstance(ids_BT, FakeTensor):
-        return ids_BT.new_zeros(size)
-    return nn.functional.pad(places, (0, size - len(places))).to(ids_BT.device)

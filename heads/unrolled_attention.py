@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from draftsmith.errors import reason_of
+from draftsmith.heads.model_config import has_data
 from draftsmith.heads.read_positions import DocumentSpan, ReadPositions
 
 # Shapes: B rows (1 in training), T positions, N queries, M keys, Q queries and S keys of a run, h heads, g key heads,
@@ -154,7 +154,7 @@ def _fused(q_BhTd: Tensor, k_BgTd: Tensor, reach: int | None) -> bool:
     """
     if reach is not None and reach < k_BgTd.shape[2]:
         return False
-    if q_BhTd.device.type != "cuda" or isinstance(q_BhTd, FakeTensor):
+    if q_BhTd.device.type != "cuda" or not has_data(q_BhTd):
         return q_BhTd.device.type in ("cpu", "cuda")
     size = q_BhTd.shape[-1]
     if q_BhTd.dtype not in (torch.float16, torch.bfloat16) or size % 8 or size > 256:

@@ -7,7 +7,7 @@ also work on tensors with data.
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -185,7 +185,7 @@ def without_data(
 ) -> Iterator["LiveBytes"]:
     """Create tensors on `device` without data, and count their bytes, until the context ends."""
     live = LiveBytes(marked_share(recipe, config), math.prod(batch_shape(recipe, config, processes)))
-    with FakeTensorMode(), live, torch.device(device), _masks_without_documents():
+    with FakeTensorMode(allow_non_fake_inputs=True), live, torch.device(device), _masks_without_documents():
         yield live
 
 
@@ -233,29 +233,26 @@ class LiveBytes(TorchDispatchMode):
         first = arguments[0] if arguments else None
         if not isinstance(first, FakeTensor):
             return operation(*arguments, **options)
-        if operation is torch.ops.prim.device.default:  # more than half of all operations
-            return first.fake_device
-        if operation is ATEN.detach.default:
-            # FakeTensorMode keeps a weak reference to a result that is not in its cache, as it is after one call;
-            # nn.Module.to cannot swap a parameter with such a reference.
-            operation(*arguments)
-        if operation is GROUPED:  # torch's rule for shapes refuses float32, which the kernels compute
-            return _grouped_product(arguments, options)[0]
-        if operation is ATEN.nonzero.default:
-            count = self._marked(first) if first.dim() > 1 else min(first.numel(), self._most)
-            return first.new_empty((count, first.dim()), dtype=torch.long)
-        if operation is ATEN.bucketize.Tensor:
-            return _even_bounds(first.numel(), arguments[1].numel())
-        if operation is ATEN.index.Tensor and arguments[1][0] is not None:
-            mask, *others = arguments[1]
-            if mask.dtype == torch.bool and not others:
-                return first.new_empty((self._marked(mask), *first.shape[mask.dim() :]))
+        rule = WITHOUT_DATA.get(operation)
+        result = NotImplemented if rule is None else rule(self, *arguments, **options)
+        if result is not NotImplemented:
+            return result
         try:
             return operation(*arguments, **options)
         except DataDependentOutputException:
             if operation is ATEN.equal.default:
                 return True
             return False if first.dtype == torch.bool else 0.0 if first.is_floating_point() else 0
+
+    def _nonzero(self, mask: Tensor) -> Tensor:
+        count = self._marked(mask) if mask.dim() > 1 else min(mask.numel(), self._most)
+        return mask.new_empty((count, mask.dim()), dtype=torch.long)
+
+    def _index(self, values: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+        mask, *others = indices
+        if mask is None or mask.dtype != torch.bool or others:
+            return NotImplemented
+        return values.new_empty((self._marked(mask), *values.shape[mask.dim() :]))
 
     def _marked(self, mask: Tensor) -> int:
         return math.ceil(self._marked_share * mask.numel())
@@ -301,6 +298,25 @@ ATTENTION = {
     for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 }
 ATTENTION_BACKWARD = {getattr(ATEN, f"{forward.__name__}_backward") for forward in ATTENTION}
+
+
+def _detach(live: LiveBytes, x: Tensor) -> Any:
+    """Run once more than needed: FakeTensorMode keeps a weak reference to a result that is not in its cache, as it is
+    after one call, and nn.Module.to cannot swap a parameter with such a reference."""
+    ATEN.detach.default(x)
+    return NotImplemented
+
+
+WITHOUT_DATA: dict[Any, Callable[..., Any]] = {
+    torch.ops.prim.device.default: lambda live, x: x.fake_device,  # more than half of all operations
+    ATEN.detach.default: _detach,
+    # torch's rule for shapes refuses float32, which the kernels compute.
+    GROUPED: lambda live, *arguments, **options: _grouped_product(arguments, options)[0],
+    ATEN.nonzero.default: LiveBytes._nonzero,
+    ATEN.bucketize.Tensor: lambda live, values, edges, **_: _even_bounds(values.numel(), edges.numel()),
+    ATEN.index.Tensor: LiveBytes._index,
+}
+"""Operations on fake tensors whose result needs a rule; one that returns NotImplemented leaves it to FakeTensorMode."""
 
 
 class Operations(TorchDispatchMode):
