@@ -53,6 +53,7 @@ REMOVED = {
     "drafter.type=mlp_speculator": "medusa or eagle3",
     "drafter=hybrid:memory": "hybrid:drafter=FOLDER, which drafts from the text itself",
     "drafter=suffix:memory": "suffix, which drafts from the text itself",
+    "rule=traversal": "token, which verifies drawn trees too; without a rule each draft has the best one",
     "target.tensor_parallel": "answers from an engine that serves the target (data.server), or target.sharded, "
     "target.offload or target.quantization",
 }

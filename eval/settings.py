@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, cast
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from draftsmith.config import Count, Distinct, Probability, Section, Seed, Temperature, TemplateVariables, user_name
 from draftsmith.decode.policies import POLICIES, check_policy
 from draftsmith.distill.data_section import ServerSection, is_address, require_address, server_section
 from draftsmith.distill.target_section import TargetSection
-from draftsmith.errors import ConfigError
+from draftsmith.errors import REMOVED, ConfigError, removed
 from draftsmith.heads.configs import SETTINGS, is_named, parse_named
 from draftsmith.names import (
     EMBEDDED,
@@ -36,7 +36,15 @@ BASELINE: Arm = ("target alone", "")
 if TYPE_CHECKING:
     from draftsmith.decode.sampling import Sampling
 
-RuleName = Literal["token", "block", "point-mass", "traversal", "typical"]
+
+def _require_kept(rule: object) -> object:
+    """Raise ConfigError for a rule of earlier versions."""
+    if f"rule={rule}" in REMOVED:
+        raise removed(f"rule={rule}")
+    return rule
+
+
+RuleName = Annotated[Literal["token", "block", "point-mass", "typical"], BeforeValidator(_require_kept)]
 """The keys of `decode.rules.RULES`, which is not imported: settings are checked before torch is."""
 Dtype = Literal["float32", "bfloat16", "float16"]
 DistinctCounts = Annotated[tuple[Count, ...], Distinct]

@@ -1,7 +1,7 @@
 """Verification rules by name: functions of the target's distributions, the drafts and the random draws.
 
-    token, block    chains drawn from q
-    traversal       the block rule for trees whose siblings were drawn from q without replacement, leaf by leaf
+    token           drafts drawn from q, siblings without replacement
+    block           chains drawn from q
     point-mass      any draft, however its tokens were chosen, sorted or pruned
     typical         any draft; LOSSY: texts are not distributed as the target's
     greedy          any draft under greedy decoding: the target's argmax
@@ -19,10 +19,9 @@ from torch import Tensor
 from draftsmith.decode.drafts.batch import DraftBatch
 from draftsmith.decode.draws import Draws
 from draftsmith.decode.rules.any_draft import point_mass_rule, typical_rule
-from draftsmith.decode.rules.chains import block_rule, token_rule
+from draftsmith.decode.rules.drawn_draft import block_rule, token_rule
 from draftsmith.decode.rules.outcome import Decided
-from draftsmith.decode.rules.traversal import traversal_rule
-from draftsmith.errors import ConfigError
+from draftsmith.errors import REMOVED, ConfigError, removed
 from draftsmith.heads.draft_tree import Draft
 
 # Shapes: B sequences, P positions, V vocabulary.
@@ -60,10 +59,9 @@ class Rule:
 RULES: dict[str, Rule] = {
     rule.name: rule
     for rule in (
-        Rule("token", token_rule, drawn=True, chains=True),
+        Rule("token", token_rule, drawn=True),
         Rule("block", block_rule, drawn=True, chains=True),
         Rule("point-mass", point_mass_rule),
-        Rule("traversal", traversal_rule, drawn=True),
         Rule("typical", typical_rule, lossless=False),
     )
 }
@@ -71,6 +69,8 @@ RULES: dict[str, Rule] = {
 
 def rule_named(name: str) -> Rule:
     """Return the rule of that name; ConfigError if there is none."""
+    if f"rule={name}" in REMOVED:
+        raise removed(f"rule={name}")
     if name not in RULES:
         raise ConfigError.of("rule", name, f"one of {', '.join(RULES)}")
     return RULES[name]
@@ -80,4 +80,4 @@ def best_rule(draft: Draft | DraftBatch) -> Rule:
     """Return the lossless rule that accepts most for this kind of draft."""
     if not draft.drawn:
         return RULES["point-mass"]
-    return RULES["block" if draft.is_chain else "traversal"]
+    return RULES["block" if draft.is_chain else "token"]

@@ -79,7 +79,6 @@ CHAIN_RULES: dict[str, Callable[[Floats, Floats], Floats]] = {
     "token": token_rule,
     "block": block_rule,
     "point-mass": point_mass,
-    "traversal": block_rule,  # as on any chain
 }
 
 

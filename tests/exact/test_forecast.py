@@ -108,7 +108,7 @@ def assert_exact(pair: Pair, policy: Policy, rule: str | None, count: int, eos: 
     ("rule", "gamma", "sampling"),
     [
         *((rule, gamma, "cold" if gamma == 6 else "top-k") for rule in ("token", "block") for gamma in (1, 2, 3, 6)),
-        *((rule, 2, "top-k") for rule in ("point-mass", None, "traversal")),
+        *((rule, 2, "top-k") for rule in ("point-mass", None)),
     ],
 )
 def test_chains(rule: str | None, gamma: int, sampling: str) -> None:

@@ -52,7 +52,7 @@ def test_the_distribution_is_the_limit(temperature: float, dtype: torch.dtype) -
 
 @pytest.mark.parametrize(
     ("policy", "rule"),
-    [(Chain(2), "token"), (Chain(2), "block"), (SampledTree(2, 1), "traversal"), (BestFirst(3, 2), "point-mass")],
+    [(Chain(2), "token"), (Chain(2), "block"), (SampledTree(2, 1), "token"), (BestFirst(3, 2), "point-mass")],
     ids=str,
 )
 def test_texts_follow_the_limit(policy: Policy, rule: str) -> None:

@@ -114,7 +114,7 @@ DRAWN_TREES = (DrawnTree(BRANCHED), SampledTree(width=2, depth=2))
 CHOSEN_TREES = (ChosenTree(BRANCHED), BestFirst(size=3, depth=2))
 CASES = [
     *product(["token", "block"], [Chain(2), ConfidenceChain(0.5, 2)]),
-    *product(["traversal"], DRAWN_TREES),
+    *product(["token"], DRAWN_TREES),
     *product(["point-mass"], [Chain(2), *CHOSEN_TREES]),
     *product([None], [Chain(2), *DRAWN_TREES, *CHOSEN_TREES]),
 ]

@@ -51,10 +51,8 @@ MUTANTS = [
     Mutant("reused uniform", wrong_rules.reused_uniform, "token", CHAIN, 2e-2),
     Mutant("block, residual unscaled", partial(wrong_rules.block, scaled=False), "block", CHAIN, 1e-2),
     Mutant("block, first failure", partial(wrong_rules.block, stop_at_failure=True), "block", CHAIN, 5e-2),
-    Mutant("traversal, weight kept", partial(wrong_rules.traversal, update_weight=False), "traversal", TREE, 1e-2),
-    Mutant(
-        "traversal, q not renormalised", partial(wrong_rules.traversal, renormalise_q=False), "traversal", TREE, 1e-2
-    ),
+    Mutant("siblings, p kept", partial(wrong_rules.siblings, update_p=False), "token", TREE, 1e-2),
+    Mutant("siblings, q not renormalised", partial(wrong_rules.siblings, renormalise_q=False), "token", TREE, 1e-3),
     Mutant("point mass drawn again", wrong_rules.point_mass_drawn_again, "point-mass", CHOSEN_TREE, 1e-1),
     Mutant("typical acceptance", partial(wrong_rules.unchecked, "typical"), "point-mass", CHOSEN_TREE, 5e-1),
 ]
@@ -69,7 +67,12 @@ def test_a_wrong_rule_is_rejected(mutant: Mutant) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "policy"), [(wrong_rules.token, CHAIN), (wrong_rules.block, CHAIN), (wrong_rules.traversal, TREE)]
+    ("rule", "policy"),
+    [
+        (wrong_rules.token, CHAIN),
+        (wrong_rules.block, CHAIN),
+        (wrong_rules.siblings, TREE),
+    ],
 )
 def test_the_mutants_are_correct_without_their_mutation(rule: Verify, policy: Policy) -> None:
     pair = Round(PLAIN_SETTING, SEED)
@@ -133,12 +136,12 @@ def learned_from_the_draft(pair: Round, draft: Draft) -> Draft:
 FORGERIES = [
     Forgery(softmax_q, CHAIN, "token", 1e-2, CHAIN, Setting(Sampling(0.7))),
     Forgery(softmax_q, CHAIN, "block", 1e-2, CHAIN, Setting(Sampling(0.7))),
-    Forgery(softmax_q, CHOSEN_TREE, "traversal", 1e-1, TREE),
-    Forgery(sorted_by_q, DrawnTree(PAIR_OF_SIBLINGS), "traversal", 1e-1, TREE),
-    Forgery(best_two, DrawnTree(THREE_SIBLINGS), "traversal", 5e-2, TREE),
+    Forgery(softmax_q, CHOSEN_TREE, "token", 1e-1, TREE),
+    Forgery(sorted_by_q, DrawnTree(PAIR_OF_SIBLINGS), "token", 1e-1, TREE),
+    Forgery(best_two, DrawnTree(THREE_SIBLINGS), "token", 5e-2, TREE),
     Forgery(learned_from_the_draft, CHAIN, "token", 1e-1, CHAIN),
     Forgery(learned_from_the_draft, CHAIN, "block", 1e-1, CHAIN),
-    Forgery(learned_from_the_draft, TREE, "traversal", 1e-1, TREE),
+    Forgery(learned_from_the_draft, TREE, "token", 1e-1, TREE),
     Forgery(without_unlikely, CHAIN, "token", 1e-2, ConfidenceChain(0.5, GAMMA)),
     Forgery(without_unlikely, CHAIN, "block", 1e-2, ConfidenceChain(0.5, GAMMA)),
 ]

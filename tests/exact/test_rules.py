@@ -6,7 +6,6 @@ from functools import lru_cache
 import pytest
 from conftest import mostly_slow
 from drawn_tree import ChosenTree, DrawnTree, widths_shape
-from exact.enumeration import total_variation
 from exact.one_round import EXACT, GAMMA, PLAIN, Round, Setting, gaps, the_rule
 from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
@@ -54,10 +53,13 @@ CHAINS = {
 DRAWN_TREES = {"chain": Chain(GAMMA), "static": DrawnTree(BRANCHED), "sampled": SampledTree(width=2, depth=GAMMA)}
 CHOSEN_TREES = {"static best": ChosenTree(BRANCHED), "best-first": BestFirst(size=3, depth=GAMMA)}
 SHAPES = {
-    "token": CHAINS,
+    "token": {**CHAINS, **DRAWN_TREES},
     "block": CHAINS,
-    "traversal": DRAWN_TREES,
-    "point-mass": {**CHOSEN_TREES, "chain": Chain(GAMMA), "sampled": DRAWN_TREES["sampled"]},
+    "point-mass": {
+        **CHOSEN_TREES,
+        "chain": Chain(GAMMA),
+        "sampled": DRAWN_TREES["sampled"],
+    },
 }
 CELLS = [(rule, shape) for rule, shapes in SHAPES.items() for shape in shapes]
 GREEDY_SHAPES = {**CHAINS, **CHOSEN_TREES}
@@ -67,7 +69,10 @@ GREEDY_SHAPES = {**CHAINS, **CHOSEN_TREES}
 DEEP = GAMMA + 1
 DEEP_CHAIN = Chain(DEEP)
 DEEP_TREE = DrawnTree((*BRANCHED, (0, 0, 0)))
-DEEP_CELLS = [*((rule, DEEP_CHAIN) for rule in SHAPES), ("traversal", DEEP_TREE)]
+DEEP_CELLS = [
+    *((rule, DEEP_CHAIN) for rule in SHAPES),
+    ("token", DEEP_TREE),
+]
 
 
 @lru_cache(maxsize=PAIRS)
@@ -89,7 +94,7 @@ CHOSEN_AND_CHAIN = {"adaptive": CHAINS["adaptive"], **CHOSEN_TREES}
 MIXTURES: dict[str, tuple[str | None, dict[str, Policy]]] = {
     "chains, token": ("token", CHAINS),
     "chains, block": ("block", CHAINS),
-    "chains, traversal": ("traversal", CHAINS),
+    "chains and trees, token": ("token", {**CHAINS, **DRAWN_TREES}),
     "point-mass": ("point-mass", CHOSEN_AND_CHAIN),
     "chosen": (None, CHOSEN_TREES),
     "chains and chosen": (None, CHOSEN_AND_CHAIN),
@@ -125,7 +130,7 @@ def test_a_round_on_a_wider_tree_is_exact(widths: tuple[int, ...], setting: str)
     """Where q has two or three tokens, three siblings exhaust it: the last draws return nothing."""
     policy = DrawnTree(widths_shape(widths))
     pairs = [one_round(SETTINGS[setting], seed) for seed in range(1 if setting == "T=1" else 3)]
-    assert max(gaps(pairs, RULES["traversal"], policy, leave_open=True)) < EXACT
+    assert max(gaps(pairs, RULES["token"], policy, leave_open=True)) < EXACT
 
 
 @pytest.mark.parametrize(("rule", "policy"), DEEP_CELLS, ids=str)
@@ -149,15 +154,6 @@ def test_a_drafter_that_is_the_target_is_always_accepted(policy: Chain) -> None:
         pair = one_round(replace(SETTINGS["processors that read the text"], equal=True), seed, policy.draft_length)
         accepted = pair.expected_accepted(the_rule("token"), pair.drafts(policy))
         assert accepted == pytest.approx(policy.draft_length, abs=EXACT)
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_traversal_of_a_chain_is_the_block_rule(setting: str) -> None:
-    for seed in range(PAIRS):
-        pair = one_round(SETTINGS[setting], seed)
-        drafts = pair.drafts(Chain(GAMMA))
-        block, traversal = (pair.committed(the_rule(rule), drafts) for rule in ("block", "traversal"))
-        assert total_variation(block, traversal) < EXACT, f"pair {seed}"
 
 
 def test_the_block_rule_accepts_at_least_as_much_as_the_token_rule() -> None:

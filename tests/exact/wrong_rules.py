@@ -190,38 +190,29 @@ def block(p_PV: Tensor, draft: Draft, rng: Rng, *, scaled: bool = True, stop_at_
     return VerifyResult(tuple(range(accepted)), rng.categorical(rest_V), ())
 
 
-def traversal(
-    p_PV: Tensor, draft: Draft, rng: Rng, *, update_weight: bool = True, renormalise_q: bool = True
+def siblings(
+    p_PV: Tensor, draft: Draft, rng: Rng, *, update_p: bool = True, renormalise_q: bool = True
 ) -> VerifyResult:
-    """Traversal verification by recursion, with options to leave out two of its steps.
-
-    Below a node of weight a every child's subtree is tried in turn; when none is accepted the node itself is, with
-    what its weight has become. The root's is 1.
-    """
-
-    def try_below(node: int, weight: float) -> VerifyResult | None:
+    """The token rule of a tree, with options to leave out two of its steps after a rejection."""
+    children, node, path = draft.children, ROOT, []
+    while True:
         p_V, below = p_PV[node + 1], children[node + 1]
         q_V = draft.q[below[0]] if below else p_V
         for child in below:
             x = draft.tokens[child]
-            result = try_below(child, min(1.0, weight * float(p_V[x] / q_V[x])))
-            if result is not None:
-                return result
-            surplus = float((weight * p_V - q_V).clamp_min(0).sum())
-            p_V = residual(p_V, q_V, weight)
-            p_V = p_V / p_V.sum()
-            if update_weight:
-                weight = surplus / (surplus + 1 - weight) if surplus + 1 - weight > 0 else 1.0
+            if rng.bernoulli(float(p_V[x] / q_V[x])):
+                path.append(child)
+                node = child
+                break
+            if update_p:
+                p_V = residual(p_V, q_V)
+                p_V = p_V / p_V.sum()
             q_V = q_V.clone()
             q_V[x] = 0
             if renormalise_q and q_V.any():
                 q_V = q_V / q_V.sum()
-        if node != ROOT and not rng.bernoulli(weight):
-            return None
-        return VerifyResult(tuple(draft.path(node)), rng.categorical(p_V), ())
-
-    children = draft.children
-    return try_below(ROOT, 1.0)
+        else:
+            return VerifyResult(tuple(path), rng.categorical(p_V), ())
 
 
 def point_mass_drawn_again(p_PV: Tensor, draft: Draft, rng: Rng) -> VerifyResult:

@@ -11,7 +11,7 @@ import pytest
 from conftest import make_llama
 from safetensors.torch import save_file
 
-from draftsmith import ConfigError, load_drafter
+from draftsmith import ConfigError, SpeculativeDecoder, load_drafter
 from draftsmith.cli import main
 from draftsmith.errors import REMOVED
 from draftsmith.heads.checkpoint import describe_target, save_drafter, unattached_drafter
@@ -42,6 +42,7 @@ CASES: dict[str, Callable[[], object]] = {
     "drafter.type=mlp_speculator": recipe("drafter.type=mlp_speculator"),
     "drafter=hybrid:memory": lambda: load_drafter("hybrid:drafter=suffix,memory=on", make_llama()),
     "drafter=suffix:memory": lambda: load_drafter("suffix:memory=off", make_llama()),
+    "rule=traversal": lambda: SpeculativeDecoder(make_llama(), rule="traversal"),
     "target.tensor_parallel": recipe("target.tensor_parallel=8"),
 }
 
@@ -83,3 +84,7 @@ def test_a_published_drafter_of_a_removed_type_is_named(kind: str, config: dict[
     save_file({"head.weight": make_llama().lm_head.weight.detach().clone()}, tmp_path / "model.safetensors")
     said = refused(f"drafter.type={kind}", lambda: load_drafter(tmp_path, make_llama()))
     assert said.startswith(f"drafter={tmp_path}: ")
+
+
+def test_a_removed_rule_is_named_on_the_command_line() -> None:
+    refused("rule=traversal", command("eval", "--target", "embedded", "--rule", "traversal", "--drafter"))

@@ -98,11 +98,11 @@ def test_chains_on_the_device_are_those_that_the_policy_grows(setting: str) -> N
 
 WHOLE_DECODES = [
     (None, None),
-    *(("chain:draft_length=3", rule) for rule in ("token", "block", "traversal", "point-mass", "typical")),
+    *(("chain:draft_length=3", rule) for rule in ("token", "block", "point-mass", "typical")),
     ("confidence:threshold=0.1", None),
     ("best-first:size=9,depth=3", None),
     ("best-first:size=8,depth=3", None),
-    *(("sampled-tree", rule) for rule in ("traversal", "point-mass")),
+    *(("sampled-tree", rule) for rule in ("token", "point-mass")),
 ]
 
 

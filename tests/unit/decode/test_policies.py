@@ -429,13 +429,15 @@ def test_names_that_do_not_fit_are_refused(name: str, message: str) -> None:
 def test_a_rule_that_does_not_fit_the_draft_is_refused(tiny_target: LlamaForCausalLM) -> None:
     """The refusal comes before decoding, whatever the drafter retrieves and however confident it is."""
     drafter = DraftModel(make_llama(1))
-    with pytest.raises(ConfigError, match="rule='token' needs a chain drawn from q; this draft is a tree chosen"):
+    with pytest.raises(
+        ConfigError, match="rule='token' needs a draft whose tokens were drawn from q; this draft is a tree chosen"
+    ):
         SpeculativeDecoder(tiny_target, drafter, policy="best-first", rule="token")
-    SpeculativeDecoder(tiny_target, drafter, policy="sampled-tree", rule="traversal")
+    SpeculativeDecoder(tiny_target, drafter, policy="sampled-tree", rule="token")
     with pytest.raises(ConfigError, match=r"rule='block' needs .* this draft is a tree drawn"):
         SpeculativeDecoder(tiny_target, drafter, policy="sampled-tree", rule="block")
     for copies in (Hybrid(drafter), SuffixRetrieval()):
-        for rule in ("token", "block", "traversal"):
+        for rule in ("token", "block"):
             with pytest.raises(ConfigError, match=f"rule='{rule}' needs .* a {copies.type} drafter also retrieves"):
                 SpeculativeDecoder(tiny_target, copies, rule=rule)
         for rule in ("point-mass", "typical"):

@@ -79,8 +79,8 @@ def second_and_first(rule: str, policy: Policy) -> tuple[dict[int, torch.Tensor]
         ("block", Chain(2)),
         ("block", Chain(3)),
         ("point-mass", ChosenTree(((0,), (1,), (0, 0)))),
-        ("traversal", DrawnTree(((0,), (1,), (0, 0)))),
-        ("traversal", DrawnTree(((0,), (1,), (0, 0), (1, 0)))),
+        ("token", DrawnTree(((0,), (1,), (0, 0)))),
+        ("token", DrawnTree(((0,), (1,), (0, 0), (1, 0)))),
     ],
 )
 def test_the_place_in_a_round_is_a_fair_split_and_acceptance_is_not(rule: str, policy: Policy) -> None:

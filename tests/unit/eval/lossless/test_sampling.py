@@ -49,7 +49,7 @@ TREE = "sampled-tree:width=3,depth=2"
 
 @pytest.mark.parametrize(
     ("rule", "policy"),
-    [("block", "chain:draft_length=3"), ("traversal", TREE), (None, "best-first:size=6,depth=2")],
+    [("block", "chain:draft_length=3"), ("token", TREE), (None, "best-first:size=6,depth=2")],
 )
 def test_right_rules_pass(rule: str | None, policy: str) -> None:
     """Each fails here with probability 0.1 %, if the seed were not fixed."""

@@ -1,23 +1,63 @@
-"""Rules for chains whose tokens were drawn from q."""
+"""Rules for drafts whose tokens were drawn from q."""
 
 import torch
 from torch import Tensor
 
 from draftsmith.decode.drafts.batch import DraftBatch
 from draftsmith.decode.draws import Draws
+from draftsmith.decode.rules.any_draft import along
 from draftsmith.decode.rules.outcome import Decided, ratio, residual
 
 # Shapes: B sequences, N draft nodes, P = N + 1 positions, V vocabulary.
 
 
 def token_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Decided:
-    """Accept x ~ q with probability min(1, p/q); after the first rejection draw from norm(max(p - q, 0)).
+    """Accept x ~ q with probability min(1, p/q); after the last rejection draw from norm(max(p - q, 0)).
 
-    Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1. Lossless whatever q is.
+    Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1. Siblings of a tree are tested in the order in which they were
+    drawn. A rejection changes p to norm(max(p - q, 0)) and removes the token from q, so that q is the distribution from
+    which the next sibling was drawn. Jeon et al. 2024, arXiv:2402.14160.
     """
-    q_BNV, overlap_BN, ratio_BN = _overlap_and_ratios(p_BPV, draft)
-    accepted_B = draws.until_failure(ratio_BN, draft.valid_BN)
-    return _chain_outcome(p_BPV, q_BNV, draft, draws, accepted_B, overlap_BN, None)
+    if draft.is_chain:
+        q_BNV, overlap_BN, ratio_BN = _overlap_and_ratios(p_BPV, draft)
+        accepted_B = draws.until_failure(ratio_BN, draft.valid_BN)
+        return _chain_outcome(p_BPV, q_BNV, draft, draws, accepted_B, overlap_BN, None)
+    return _token_rule_of_trees(p_BPV, draft, draws)
+
+
+def _token_rule_of_trees(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Decided:
+    """Test every node whose parent is the last accepted one, in order: parents are before their children."""
+    parent_BN = draft.parent_positions().expand_as(draft.tokens_BN)
+    p_BV, position_B = p_BPV[:, 0], torch.zeros_like(parent_BN[:, 0])
+    removed_BV = torch.zeros_like(p_BV, dtype=torch.bool)
+    for node, token_B1 in enumerate(draft.tokens_BN.split(1, 1)):
+        q_BV = draft.q_BNV[:, node].masked_fill(removed_BV, 0.0)
+        changed_B1 = removed_BV.any(-1, keepdim=True)
+        p_BV, q_BV = (x_BV / x_BV.sum(-1, keepdim=True).where(changed_B1, 1.0) for x_BV in (p_BV, q_BV))
+        ratio_B = (p_BV.gather(1, token_B1) / q_BV.gather(1, token_B1))[:, 0].double()
+        tested_B = parent_BN[:, node] == position_B
+        if draft.valid_BN is not None:
+            tested_B = tested_B & draft.valid_BN[:, node]
+        accepted_B = draws.passes(ratio_B, node, tested_B) & tested_B
+        rejected_B1 = (tested_B & ~accepted_B)[:, None]
+        p_BV = torch.where(rejected_B1, residual(p_BV, q_BV), p_BV)
+        p_BV = torch.where(accepted_B[:, None], p_BPV[:, node + 1], p_BV)
+        position_B = torch.where(accepted_B, node + 1, position_B)
+        removed_B1 = rejected_B1 | removed_BV.gather(1, token_B1)
+        removed_BV = removed_BV.scatter(1, token_B1, removed_B1) & ~accepted_B[:, None]
+    path_BD = draft.paths(position_B[:, None] - 1)[:, 0]
+    return Decided(path_BD, draws.next(p_BV), along(_overlap(p_BPV, draft), path_BD, draft))
+
+
+def _overlap(p_BPV: Tensor, draft: DraftBatch) -> Tensor:
+    """Return the sum of min(p, q) [B, P] at each position that has children, and 0 elsewhere."""
+    overlap_BP, rows_B = torch.zeros_like(p_BPV[..., 0]), torch.arange(len(p_BPV), device=p_BPV.device)
+    parent_BN = draft.parent_positions().expand_as(draft.tokens_BN)
+    p_BNV = p_BPV[rows_B[:, None], parent_BN]
+    overlap_BN = torch.minimum(p_BNV, draft.q_BNV).sum(-1)
+    if draft.valid_BN is not None:
+        overlap_BN = overlap_BN * draft.valid_BN
+    return overlap_BP.scatter_reduce_(1, parent_BN, overlap_BN, "amax")  # siblings have the same q
 
 
 def block_rule(p_BPV: Tensor, draft: DraftBatch, draws: Draws) -> Decided:
