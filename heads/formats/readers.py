@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.errors import removed
 from draftsmith.heads.base import TrainableDrafter
-from draftsmith.heads.formats import blocks, eagle_layouts, heads, speculators
+from draftsmith.heads.formats import blocks, eagle_layouts, medusa_layouts, speculators
 from draftsmith.heads.formats.published import LARGE, Published, Recorded, read_tensors, unknown_keys
 from draftsmith.heads.model_config import text_config
 
@@ -81,7 +81,7 @@ def _reader(published: Published) -> Reader | None:
     if kind is not None:
         return SPECULATORS[published.allow("speculators_model_type", kind, tuple(SPECULATORS))]
     if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
-        return heads.read_medusa
+        return medusa_layouts.read_medusa
     if "hydra_head_arch" in config or "hydra_num_heads" in config:
         raise removed("drafter.type=hydra", f"drafter={published.folder}: ")
     named = config.get("architectures")

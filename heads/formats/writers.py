@@ -5,7 +5,15 @@ from typing import Any
 
 from draftsmith.heads.configs import DRAFTERS, DrafterSection
 from draftsmith.heads.dflash import DFlash
-from draftsmith.heads.formats import blocks, eagle_layouts, heads, llama_cpp, native_mtp, speculators, transformers
+from draftsmith.heads.formats import (
+    blocks,
+    eagle_layouts,
+    llama_cpp,
+    medusa_layouts,
+    native_mtp,
+    speculators,
+    transformers,
+)
 from draftsmith.heads.formats.common import Serving, Source
 
 
@@ -21,7 +29,7 @@ def _for_transformers(source: Source[DFlash]) -> Serving:
 LAYOUTS: dict[str, dict[str, Callable[[Source[Any]], Serving]]] = {
     "vllm": {
         "draft_model": transformers.write_for_vllm,
-        "medusa": heads.write_medusa_for_vllm,
+        "medusa": medusa_layouts.write_medusa_for_vllm,
         "eagle3": speculators.write_eagle3_speculator,
         "peagle": speculators.write_peagle_speculator,
         "dflash": blocks.write_dflash_for_vllm,
