@@ -108,7 +108,7 @@ def make_sides(options: argparse.Namespace, target: PreTrainedModel, drafter: Dr
         return run
 
     alone, chain = SpeculativeDecoder(target), SpeculativeDecoder(target, drafter, draft_length=options.gamma)
-    fastest = cache(lambda texts: fastest_decoder(target, drafter, texts=texts))
+    fastest = cache(lambda texts: fastest_decoder(target, drafter, batch_size=texts))
     decoders = {"alone": lambda _: alone, "chain": lambda _: chain, "default": fastest}
     return {"generate": Side(theirs)} | {name: Side(ours(decoder_of)) for name, decoder_of in decoders.items()}
 

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.decode.passes.capability import capability_of
 from draftsmith.decode.passes.plan import Plan
-from draftsmith.decode.passes.recurrent import MOST_AGAIN, is_recurrent
+from draftsmith.decode.passes.recurrent import MOST_RECOMPUTED, is_recurrent
 from draftsmith.decode.passes.runner import ModelRunner
 
 SIZES: dict[str, Any] = {
@@ -61,7 +61,7 @@ class Passes:
     """
 
     def __init__(self, model: PreTrainedModel, width: int, again: int, *, compile: bool = False) -> None:
-        self.runner = ModelRunner(model, 1, Plan(longest=CONTEXT + 8 * MOST_AGAIN, compile=compile, width=width))
+        self.runner = ModelRunner(model, 1, Plan(longest=CONTEXT + 8 * MOST_RECOMPUTED, compile=compile, width=width))
         self.runner.append([[1] * CONTEXT])
         self.ids = torch.ones(1, width, dtype=torch.int64)
         self.drafts = again > 0 or width > 1
@@ -93,7 +93,7 @@ def main() -> None:
     passes: dict[tuple[str, bool], list[Passes]] = {}
     for name, values in TARGETS.items():
         model = built(values)
-        again = MOST_AGAIN // 2 if is_recurrent(model) else 0
+        again = MOST_RECOMPUTED // 2 if is_recurrent(model) else 0
         for compile in (False, True) if options.compile else (False,):
             if compile and (reason := capability_of(model).not_compiled):
                 print(f"{name}: not compiled, {reason}")

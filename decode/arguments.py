@@ -37,14 +37,14 @@ class GenerateSettings(TypedDict, total=False):
     top_k: int | None
     top_p: float | None
     eos_token_id: EosTokens
-    """Token or tokens that end a text; "model", the default: those of the model; None: no token does."""
+    """Token or tokens that end a sequence; "model", the default: those of the model; None: no token does."""
     logits_processor: Sequence[LogitsProcessor] | None
     """transformers' or custom processors, applied before the temperature at every draft node; each must be a function
     of the tokens before a position and their scores."""
     stopping_criteria: Sequence[StoppingCriteria] | None
     """transformers' or custom criteria, called after every committed token with `scores=None`."""
     stop_strings: str | Sequence[str] | None
-    """One string or several: a text ends with the token that completes one of them; requires `tokenizer`."""
+    """One string or several: a sequence ends with the token that completes one of them; requires `tokenizer`."""
     tokenizer: PreTrainedTokenizerBase | None
 
 
@@ -60,7 +60,7 @@ class BatchSettings(GenerateSettings, total=False):
     """For an encoder-decoder target, the first tokens of each decoder, including its start token; default: the start
     token alone."""
     encoder_states: Sequence[Tensor] | None
-    """The encoder's output [T, H] for each text, which is then not computed. `input_ids` may then be empty lists,
+    """The encoder's output [T, H] for each sequence, which is then not computed. `input_ids` may then be empty lists,
     unless the drafter has an encoder of its own."""
 
 
@@ -73,7 +73,7 @@ def require_settings(given: Mapping[str, Any], kind: Any) -> None:
 def sequences_of(
     model: PreTrainedModel, input_ids: Ids | Mapping[str, Any], seeds: Sequence[int] | int, settings: BatchSettings
 ) -> tuple[list[list[int]], list[DecodeSequence]]:
-    """Return the tokens of each prompt, and the texts to decode."""
+    """Return the tokens of each prompt, and the sequences to decode."""
     require_settings(settings, BatchSettings)
     states = settings.get("encoder_states")
     rows, paddings = prompt_rows(input_ids, settings.get("attention_mask"), may_be_empty=states is not None)
@@ -97,7 +97,7 @@ def sequences_of(
 
 
 def _longest(model: PreTrainedModel, prompt: list[int], max_new_tokens: int) -> int:
-    """Return the number of tokens at which a text ends; ConfigError for a prompt that leaves no room."""
+    """Return the number of tokens at which a sequence ends; ConfigError for a prompt that leaves no room."""
     if max_new_tokens < 1:
         raise ConfigError.of("max_new_tokens", max_new_tokens, ">= 1")
     limit = decoding_limit(model.config)
@@ -111,7 +111,7 @@ def _longest(model: PreTrainedModel, prompt: list[int], max_new_tokens: int) -> 
 def _prompts(
     model: PreTrainedModel, rows: list[list[int]], decoder_input_ids: Ids | None
 ) -> tuple[Sequence[list[int]], Sequence[list[int]]]:
-    """Return (decoder tokens, encoder tokens) of each text; a decoder-only target has no encoder tokens."""
+    """Return (decoder tokens, encoder tokens) of each sequence; a decoder-only target has no encoder tokens."""
     if not model.config.is_encoder_decoder:
         if decoder_input_ids is not None:
             raise ConfigError("decoder_input_ids with a decoder-only target; expected the whole text in input_ids")

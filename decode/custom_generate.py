@@ -61,10 +61,10 @@ def as_custom_generate(
 
     Args:
         drafter, draft_length, policy, rule: as for `SpeculativeDecoder`; without length and policy, `fastest_decoder`.
-        on_output: called with a `DecodeOutput` for each text, which holds rounds, tau and seconds.
+        on_output: called with a `DecodeOutput` for each sequence, which holds rounds, tau and seconds.
     """
     decoders: dict[tuple[int, int], SpeculativeDecoder] = {}
-    """By model and number of texts."""
+    """By model and number of sequences."""
 
     def custom_generate(
         model: PreTrainedModel,
@@ -81,7 +81,7 @@ def as_custom_generate(
         key = id(model), 1 if chosen else len(input_ids)
         if key not in decoders:
             if not chosen:
-                decoders[key] = fastest_decoder(model, drafter, rule=rule, texts=len(input_ids))
+                decoders[key] = fastest_decoder(model, drafter, rule=rule, batch_size=len(input_ids))
             else:
                 decoders[key] = SpeculativeDecoder(model, drafter, draft_length=draft_length, policy=policy, rule=rule)
         eos, length, criteria = _split(stopping_criteria)

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -43,6 +44,8 @@ from draftsmith.heads.model_config import is_compiled, plain_model, rotary_switc
 
 OnTokens = Callable[[list[int], Round | None], None]
 OnBatchTokens = Callable[[int, list[int], Round | None], None]
+DecodeTogether = Callable[[list[DecodeSequence]], float]
+"""Decodes sequences that share passes, and returns the seconds of the prefill."""
 
 
 class PassSettings(TypedDict, total=False):
@@ -53,11 +56,11 @@ class PassSettings(TypedDict, total=False):
     to pad passes to faster widths. Where such a policy is given by name, default: measured here."""
     compile: bool
     """Compile the passes of the target and of the drafter's model with torch.compile when they first run, on CUDA as
-    CUDA graphs. Later calls use the same graphs for batches of the same size and texts of similar length."""
+    CUDA graphs. Later calls use the same graphs for batches of the same size and sequences of similar length."""
     invariant: bool
-    """Read every token after the prompt by passes of one shape, in which its logits do not depend on its place: greedy
-    texts are then equal with and without a drafter bit by bit, in any dtype. Chains of one text at a time; ConfigError
-    for a target whose logits differ nevertheless, which is measured once."""
+    """Read every token after the prompt by passes of one shape, in which its logits do not depend on its index: greedy
+    sequences are then equal with and without a drafter bit by bit, in any dtype. One sequence at a time, chains only.
+    ConfigError for a target whose logits differ nevertheless, which is measured once."""
 
 
 class SpeculativeDecoder:
@@ -104,7 +107,7 @@ class SpeculativeDecoder:
             require_compilable(target, models)
         self._model = target
         self._together = not any(capability.no_ragged for capability in models)
-        """Texts of a batch share passes; otherwise they are decoded one after another."""
+        """Sequences of a batch share passes; otherwise they are decoded one after another."""
         self.rule = rule_named(rule) if rule is not None else None
         if draft_length is not None and policy is not None:
             raise ConfigError(f"draft_length={draft_length} and policy={policy}; expected one of the two")
@@ -128,7 +131,7 @@ class SpeculativeDecoder:
 
     @property
     def lossless(self) -> bool:
-        """True if sampled texts are distributed as the target's; greedy texts always equal the target's."""
+        """True if sampled sequences are distributed as the target's; greedy ones always equal the target's."""
         return self.rule is None or self.rule.lossless
 
     def generate(
@@ -141,7 +144,7 @@ class SpeculativeDecoder:
         on_tokens: OnTokens | None = None,
         **settings: Unpack[GenerateSettings],
     ) -> DecodeOutput:
-        """Decode after one prompt and return the text with a record of every round.
+        """Continue one prompt and return the sequence with a record of every round.
 
         Args:
             input_ids: the prompt, for an encoder-decoder target the source: a list of tokens, a tensor or array [T] or
@@ -172,14 +175,14 @@ class SpeculativeDecoder:
         on_tokens: OnBatchTokens | None = None,
         **settings: Unpack[BatchSettings],
     ) -> list[DecodeOutput]:
-        """Decode several prompts together; each text equals the output of `generate` for its prompt and seed.
+        """Continue several prompts together; each sequence equals the output of `generate` for its prompt and seed.
 
         Args:
             input_ids: lists of tokens, or a tensor or array [B, T], or the output of a tokenizer, which names the mask.
             seeds: one seed per prompt, or the first of consecutive seeds.
-            on_tokens: called with (index of the text, tokens, round); see `generate`.
+            on_tokens: called with (index of the sequence, tokens, round); see `generate`.
             settings: see `GenerateSettings` and `BatchSettings`; None is the default of every setting, except that no
-                token ends a text with `eos_token_id=None`.
+                token ends a sequence with `eos_token_id=None`.
         """
         return self._decode(input_ids, seeds, on_tokens, self.policy, settings)[0]
 
@@ -192,7 +195,7 @@ class SpeculativeDecoder:
         policy: Policy | None,
         settings: BatchSettings,
     ) -> tuple[list[DecodeOutput], list[Policy | None]]:
-        """Return the output for each prompt, and the policy that its text ended with; see `generate_batch`."""
+        """Return the output for each prompt, and the policy at the end of its sequence; see `generate_batch`."""
         rows, sequences = sequences_of(self._model, input_ids, 0 if seeds is None else seeds, settings)
         for sequence in sequences:
             if self.drafter is not None and self._is_beyond(sequence):
@@ -201,44 +204,35 @@ class SpeculativeDecoder:
                     f"prompt={len(sequence.tokens)} tokens fill {of_drafter}: decoded without drafts", stacklevel=4
                 )
         sampling = Sampling(settings.get("temperature") or 0.0, settings.get("top_k"), settings.get("top_p"))
-        processors = Processors(sampling, settings.get("logits_processor") or (), texts=len(rows))
+        processors = Processors(sampling, settings.get("logits_processor") or (), sequences=len(rows))
         forward = None if on_tokens is None else released()(on_tokens)
         with self._locks.held():
             self._add_inputs(sequences, settings.get("inputs"))
-            prefill_seconds = self._decode_grouped(sequences, policy, processors, forward)
+            decode = partial(self._decode_together, policy=policy, processors=processors, on_tokens=forward)
+            prefill_seconds = self._decode_grouped(sequences, decode)
         outputs = [sequence.output(row, prefill_seconds) for row, sequence in zip(rows, sequences, strict=True)]
         return outputs, [sequence.policy for sequence in sequences]
 
-    def _decode_grouped(
-        self,
-        sequences: list[DecodeSequence],
-        policy: Policy | None,
-        processors: Processors,
-        on_tokens: OnBatchTokens | None,
-    ) -> float:
+    def _decode_grouped(self, sequences: list[DecodeSequence], decode: DecodeTogether) -> float:
         """Decode until every sequence has ended, those together that may share passes; return the prefill's seconds."""
-
-        def decode(group: list[DecodeSequence]) -> float:
-            return self._decode_grouped(group, policy, processors, on_tokens)
-
         # Recurrent layers read whole batches, prompts with images are read one by one.
         alone = is_recurrent(self._model) and any(sequence.inputs for sequence in sequences)
         switch = rotary_switch(self._model.config)
         crossing = switch is not None and _cross(sequences, switch)
         if len(sequences) > 1 and (alone or crossing or not self._together):
-            return sum(decode([sequence]) for sequence in sequences)
+            return sum(self._decode_grouped([sequence], decode) for sequence in sequences)
         beyond = [sequence for sequence in sequences if self._is_beyond(sequence)]
         if 0 < len(beyond) < len(sequences):
             others = [sequence for sequence in sequences if sequence not in beyond]
-            return sum(decode(group) for group in (others, beyond))
+            return sum(self._decode_grouped(group, decode) for group in (others, beyond))
         if switch is None or not crossing:
-            return self._decode_together(sequences, policy, processors, on_tokens)
+            return decode(sequences)
         (sequence,) = sequences
         length, sequence.max_length = sequence.max_length, switch + 1  # its last token is not read
-        prefill_seconds = self._decode_together(sequences, policy, processors, on_tokens)
+        prefill_seconds = decode(sequences)
         if sequence.stopped_by == "length":
             sequence.resume(length)
-            self._decode_together(sequences, policy, processors, on_tokens)
+            decode(sequences)
         return prefill_seconds
 
     def _decode_together(
@@ -272,7 +266,7 @@ class SpeculativeDecoder:
                     sequence.rounds.append(record)
                 if on_tokens is not None:
                     on_tokens(sequence.number, new, record)
-            while loop.texts:
+            while loop.sequences:
                 for sequence, new, record in loop.round():
                     if on_tokens is not None:
                         on_tokens(sequence.number, new, record)
@@ -312,7 +306,7 @@ class SpeculativeDecoder:
     ) -> None:
         """Decode `prompts` and keep what the policy learns: later calls of `generate` start from it.
 
-        Use a few texts at each temperature that will be used. Without effect on policies that do not learn. `inputs`:
+        Use a few prompts at each temperature that will be used. Without effect on policies that do not learn. `inputs`:
         as for `generate_batch`.
         """
         policy = self.policy

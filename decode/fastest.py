@@ -18,8 +18,8 @@ from draftsmith.heads.retrieval import Hybrid
 from draftsmith.provenance import environment, fingerprint
 from draftsmith.storage import cache_dir
 
-MOST_TEXTS = 16
-"""The most texts that are measured together: in larger batches a text's share hardly changes."""
+LARGEST_BATCH = 16
+"""The largest batch that is measured: in larger ones the share of a sequence hardly changes."""
 
 
 def fastest_decoder(
@@ -27,14 +27,14 @@ def fastest_decoder(
     drafter: Drafter | None,
     *,
     rule: str | None = None,
-    texts: int = 1,
+    batch_size: int = 1,
     **options: Unpack[PassSettings],
 ) -> SpeculativeDecoder:
-    """Return the decoder that is fastest in most measurements for batches of `texts` texts.
+    """Return the decoder that is fastest in most measurements for batches of this size.
 
     Drafts are retrieved from the text, unless the rule needs drawn ones, else drafted while the next token is worth its
-    seconds; where no draft of a batch can pay, the target decodes alone. With `compile`, each length is another graph:
-    then the drafter's own chain. Sampled texts depend on the costs, see `stored_costs`.
+    seconds; where no draft of a batch can pay, the target decodes alone. With `compile`, where each length is another
+    graph, drafts are the drafter's own chain. Sampled texts depend on the costs, see `stored_costs`.
     """
     plain = SpeculativeDecoder(target, drafter, rule=rule, **options)  # refuses what does not fit
     if drafter is None or plain.policy is None or options.get("compile"):
@@ -42,10 +42,10 @@ def fastest_decoder(
     costs = options.get("costs")
     target = plain._model
     if costs is None:
-        costs = stored_costs(target, drafter, texts=texts, invariant=options.get("invariant", False))
-    policy, retrieves = AdaptiveChain(costs, texts=texts), type(drafter).retrieve is not Drafter.retrieve
+        costs = stored_costs(target, drafter, batch_size=batch_size, invariant=options.get("invariant", False))
+    policy, retrieves = AdaptiveChain(costs, batch_size=batch_size), type(drafter).retrieve is not Drafter.retrieve
     may_retrieve = plain.rule is None or not plain.rule.drawn
-    if texts > 1 and not policy.may_pay(retrieved=retrieves or may_retrieve):
+    if batch_size > 1 and not policy.may_pay(retrieved=retrieves or may_retrieve):
         return SpeculativeDecoder(target, **options)
     chosen = Hybrid(drafter) if may_retrieve and not retrieves else drafter
     return SpeculativeDecoder(target, chosen, policy=policy, rule=rule, **options)
@@ -55,13 +55,13 @@ _KNOWN: dict[str, Costs] = {}
 """Costs that `stored_costs` has returned, by their key."""
 
 
-def stored_costs(target: PreTrainedModel, drafter: Drafter, *, texts: int = 1, invariant: bool = False) -> Costs:
-    """Return one text's share of quickly measured costs; later calls for models of these shapes read them.
+def stored_costs(target: PreTrainedModel, drafter: Drafter, *, batch_size: int = 1, invariant: bool = False) -> Costs:
+    """Return one sequence's share of quickly measured costs, which later calls for models of these shapes reuse.
 
     They are kept in the folder `costs` of the cache. Lengths of drafts follow from them, and so do sampled texts.
-    Batches are measured at the next power of two, and at most with `MOST_TEXTS`.
+    Batches are measured at the next power of two, and at most with `LARGEST_BATCH`.
     """
-    texts = min(1 << (texts - 1).bit_length(), MOST_TEXTS)
+    batch_size = min(1 << (batch_size - 1).bit_length(), LARGEST_BATCH)
     while isinstance(drafter, Hybrid):
         drafter = drafter.drafter
     machine = environment()
@@ -70,7 +70,7 @@ def stored_costs(target: PreTrainedModel, drafter: Drafter, *, texts: int = 1, i
     key = fingerprint(
         [
             {name: value for name, value in own.items() if not name.startswith("_") and name != "transformers_version"},
-            [str(target.dtype), str(target.device), target.config._attn_implementation, invariant, texts],
+            [str(target.dtype), str(target.device), target.config._attn_implementation, invariant, batch_size],
             [drafter.type, drafter.max_draft_length, named],
             [machine[name] for name in ("versions", "cpu", "cpu_count", "torch_threads", "accelerator")],
         ]
@@ -80,8 +80,9 @@ def stored_costs(target: PreTrainedModel, drafter: Drafter, *, texts: int = 1, i
         try:
             _KNOWN[key] = Costs.load(path)
         except ConfigError:  # not measured yet, or damaged
-            _KNOWN[key] = measure_costs(target, drafter, quick=True, texts=texts, invariant=invariant).share(texts)
-            with suppress(OSError):  # without a place to keep them, they hold for this process
+            costs = measure_costs(target, drafter, quick=True, texts=batch_size, invariant=invariant)
+            _KNOWN[key] = costs.share(batch_size)
+            with suppress(OSError):  # an unwritable cache: the costs hold for this process
                 path.parent.mkdir(parents=True, exist_ok=True)
                 _KNOWN[key].save(path)
     return _KNOWN[key]

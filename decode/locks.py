@@ -1,8 +1,8 @@
 """Locks of a call of the decoder: calls in several threads run one after another.
 
-A drafter holds the state of one text or batch from its start to its end, also while a callback runs: its lock is held
-for the whole call. Models have no such state, but passes place hooks and change their attention: one lock of the
-process is held while they run, and released while a callback runs. All calls take the locks in one order, those of
+A drafter holds the state of one batch from its start to its end, also while a callback runs: its lock is held for the
+whole call. Models have no such state, but passes register hooks and change their attention: one lock of the process is
+held while they run, and released while a callback runs. All calls take the locks in one order, those of
 drafters first, so none waits forever.
 """
 

@@ -70,7 +70,7 @@ class _RoundInputs:
 class DecodeLoop:
     """Decodes several sequences together. Implements `Context` of heads/base.py for the drafter.
 
-    A sequence is removed from `texts` when it ends, and its row from every cache.
+    A sequence is removed from `sequences` when it ends, and its row from every cache.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class DecodeLoop:
         *,
         compile: bool = False,
     ) -> None:
-        self.texts = list(sequences)
+        self.sequences = list(sequences)
         self._compile = compile
         self._runners: list[ModelRunner] = []
         self._target, self._drafter = target, drafter
@@ -101,20 +101,20 @@ class DecodeLoop:
         """Length of the next drafts that are not retrieved; None where it depends on q."""
         self.clock = time.perf_counter
         """The clock of the seconds in records, except for drafting on CUDA."""
-        for sequence in self.texts:
-            sequence.shared_with = self.texts[0].number
+        for sequence in self.sequences:
+            sequence.shared_with = self.sequences[0].number
             sequence.policy = None if policy is None else policy.fresh()
 
     def runner(self, model: nn.Module, *, width: int = 0) -> ModelRunner:
-        sources = [sequence.source for sequence in self.texts]
+        sources = [sequence.source for sequence in self.sequences]
         model = cast(PreTrainedModel, model)  # or a `DraftNetwork`, which has the same interface
-        longest = max(sequence.max_length for sequence in self.texts) + width  # a block may end after the sequence
-        policy = self.texts[0].policy
+        longest = max(sequence.max_length for sequence in self.sequences) + width  # a block may end after the sequence
+        policy = self.sequences[0].policy
         if self._compile and policy is not None:  # storage does not grow
             longest += policy.most_nodes.read
         widths = {} if width else self._widths or {}
         plan = Plan(sources=sources, widths=widths, longest=longest, compile=self._compile, width=width)
-        runner = ModelRunner(model, len(self.texts), plan)
+        runner = ModelRunner(model, len(self.sequences), plan)
         self._runners.append(runner)
         return runner
 
@@ -131,19 +131,19 @@ class DecodeLoop:
             runner.close()
         self._runners.clear()
         # Drafters keep the loop as their context until they start again.
-        del self.texts, self.hidden, self._features, self._committed, self._proposer
+        del self.sequences, self.hidden, self._features, self._committed, self._proposer
 
     def prefill(self) -> list[tuple[DecodeSequence, list[int]]]:
         """Read the prompts and commit the first token of each; return every sequence with its new tokens."""
         layers = () if self._drafter is None else self._drafter.needs.layers
-        logits_BV, drafter = self._target.prefill(self.texts, layers), self._drafter
+        logits_BV, drafter = self._target.prefill(self.sequences, layers), self._drafter
         self._device = logits_BV.device
         self._clock = PartClock(self._device, ("draft",), self.clock)
         if self._processors.read_text:
-            self._committed = CommittedTokens.of(self.texts, self._device)
+            self._committed = CommittedTokens.of(self.sequences, self._device)
         if drafter is not None:
             self._proposer = Proposer(drafter, self._processors, _shared(drafter, logits_BV.shape[1]))
-        sequences, batch = self.texts, DraftBatch.empty(len(self.texts), self._device)
+        sequences, batch = self.sequences, DraftBatch.empty(len(self.sequences), self._device)
         self._inputs = _RoundInputs(sequences, None if drafter is None else drafter.context_limit, self._device)
         results = self._decided(logits_BV[:, None], batch, self._draws())
         if drafter is not None:
@@ -153,7 +153,7 @@ class DecodeLoop:
         if self._committed is not None:
             self._committed.append(tokens)
         self._finish(started=False)
-        if drafter is not None and self.texts:
+        if drafter is not None and self.sequences:
             drafter.start(self)
         return list(zip(sequences, new, strict=True))
 
@@ -163,10 +163,10 @@ class DecodeLoop:
         clock = self._clock
         clock.start()
         draws = self._draws()
-        batch, builders = DraftBatch.empty(len(self.texts), self._device), []
+        batch, builders = DraftBatch.empty(len(self.sequences), self._device), []
         if self._proposer is not None:
             rooms = self._inputs.rooms.last()
-            batch, builders = self._proposer.propose(self.texts, rooms, self.draft_length, draws, self._committed)
+            batch, builders = self._proposer.propose(self.sequences, rooms, self.draft_length, draws, self._committed)
         clock.end("draft")
         tokens_BQ = torch.cat([self._inputs.roots.values_BW, batch.tokens_BN], 1)
         logits_BQV = self._target.verify(tokens_BQ, batch.shapes)
@@ -178,7 +178,7 @@ class DecodeLoop:
         results = [result.first(len(tokens)) for result, tokens in zip(results, new, strict=True)]
         slots = self._observe(drafts, builders, results)
         paths = [list(result.path) for result in results]
-        tokens, accepted, read = self._inputs.advance(self.texts, new, paths, slots)
+        tokens, accepted, read = self._inputs.advance(self.sequences, new, paths, slots)
         self._take_over(accepted, tokens)
         if self._drafter is not None:
             self._drafter.rollback(read)
@@ -187,7 +187,7 @@ class DecodeLoop:
         seconds = (draft_seconds, verified - started - draft_seconds, ended - started)
         same: dict[tuple, Round] = {}
         """The record of sequences with equal outcomes, which share it."""
-        for sequence, draft, result, tokens in zip(self.texts, drafts, results, new, strict=True):
+        for sequence, draft, result, tokens in zip(self.sequences, drafts, results, new, strict=True):
             outcome = (draft.drafted, draft.depth, result.accepted, len(tokens), result.overlap)
             record = same.get(outcome) or same.setdefault(outcome, Round(*outcome, *seconds))
             sequence.rounds.append(record)
@@ -206,7 +206,7 @@ class DecodeLoop:
 
         def contexts() -> Contexts:
             assert self._committed is not None, "kept where a processor reads the sequence"
-            return batch.contexts(self._committed, [sequence.number for sequence in self.texts])
+            return batch.contexts(self._committed, [sequence.number for sequence in self.sequences])
 
         return decide(logits_BQV, batch, draws, self._processors, self._rule, contexts)
 
@@ -217,7 +217,7 @@ class DecodeLoop:
             DraftsmithError: if a sequence has not ended where the processors forbid every token.
         """
         new = []
-        for row, (sequence, draft, result) in enumerate(zip(self.texts, drafts, results, strict=True)):
+        for row, (sequence, draft, result) in enumerate(zip(self.sequences, drafts, results, strict=True)):
             path = [draft.tokens[node] for node in result.path]
             new.append(sequence.commit(path if result.next_token == NOT_DRAWN else [*path, result.next_token]))
             if result.next_token == NOT_DRAWN and sequence.stopped_by is None:
@@ -239,13 +239,13 @@ class DecodeLoop:
         assert self._drafter is not None, "its needs are handed over"
         if self._drafter.needs == Needs():
             return
-        read = Rows([[]] * len(self.texts), self._device) if paths is None else paths
+        read = Rows([[]] * len(self.sequences), self._device) if paths is None else paths
         self.hidden = None
         if self._drafter.needs.hidden:
             self.hidden = self._target.hidden(read.after_root.last() + ROOT)
         counts = read.counts + 1
         if paths is None:
-            counts = Counts([len(sequence.tokens) for sequence in self.texts], self._device)
+            counts = Counts([len(sequence.tokens) for sequence in self.sequences], self._device)
         features_BnF = self._target.features(paths)
         if features_BnF is not None:
             self._features.add(features_BnF, counts)
@@ -261,7 +261,7 @@ class DecodeLoop:
         if not builders:  # chains on the device, of which the drafter has read all tokens but the last
             return [[node for node in result.path if node < len(drafts[0]) - 1] for result in results]
         slots: list[list[int]] = []
-        for sequence, draft, builder, result in zip(self.texts, drafts, builders, results, strict=True):
+        for sequence, draft, builder, result in zip(self.sequences, drafts, builders, results, strict=True):
             retrieved = len(draft) > 0 and not builder.tokens
             slots.append([] if retrieved else builder.read_slots(result.path))
             if sequence.policy is None or not sequence.policy.learns or result.next_token == NOT_DRAWN:
@@ -275,11 +275,11 @@ class DecodeLoop:
 
     def _finish(self, *, started: bool = True) -> None:
         """Drop the rows of sequences that have ended, in the target and, once it has `started`, in the drafter."""
-        running = [row for row, sequence in enumerate(self.texts) if sequence.stopped_by is None]
-        if len(running) == len(self.texts):
+        running = [row for row, sequence in enumerate(self.sequences) if sequence.stopped_by is None]
+        if len(running) == len(self.sequences):
             return
         running = _moved_up(running)
-        self.texts = [self.texts[row] for row in running]
+        self.sequences = [self.sequences[row] for row in running]
         if not running:
             return
         self._target.drop(running)
@@ -294,7 +294,7 @@ class DecodeLoop:
 
 
 def _moved_up(rows: list[int]) -> list[int]:
-    """Return these rows in an order in which few of them move: the last ones take the places of those that are gone."""
+    """Return these rows in an order in which few of them move: the last ones take the rows of those that have ended."""
     kept, last = set(rows), [row for row in rows if row >= len(rows)]
     return [row if row in kept else last.pop() for row in range(len(rows))]
 

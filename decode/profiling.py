@@ -16,7 +16,7 @@ from draftsmith.decode.costs import Costs
 from draftsmith.decode.locks import Locks, running
 from draftsmith.decode.loop import DecodeLoop
 from draftsmith.decode.passes.plan import Plan
-from draftsmith.decode.passes.recurrent import MOST_AGAIN, is_recurrent
+from draftsmith.decode.passes.recurrent import MOST_RECOMPUTED, is_recurrent
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.decode.policies.policy import Chain
 from draftsmith.decode.sampling import Processors, Sampling
@@ -149,7 +149,7 @@ def _rounds(
     prompt = prompt[: max(1, min(len(prompt), limit - most))]
     source, end = prompt[:8] if target.config.is_encoder_decoder else [], min(len(prompt) + most, limit)
     sequences = [DecodeSequence([*prompt], end, number, source=source, number=number) for number in range(texts)]
-    reader, processors = TransformersTarget(target, plan=plan), Processors(Sampling(1.0), texts=texts)
+    reader, processors = TransformersTarget(target, plan=plan), Processors(Sampling(1.0), sequences=texts)
     loop = DecodeLoop(reader, drafter, Chain(max(lengths)), sequences, processors, compile=plan.compile)
     if quick:  # `thread_time` does not count what other processes take
         loop.clock = time.thread_time
@@ -158,12 +158,12 @@ def _rounds(
         loop.prefill()
         for turn in range(turns):
             for length in lengths:
-                if len(loop.texts) < texts:  # the context is full
+                if len(loop.sequences) < texts:  # the context is full
                     return timed
                 loop.draft_length = length
                 (_, _, record), *_ = loop.round()
                 is_whole = record.drafted == length
-                if is_whole and (turn > 0 or not loop.texts):  # the first ones allocate and choose kernels
+                if is_whole and (turn > 0 or not loop.sequences):  # the first ones allocate and choose kernels
                     timed.setdefault(length, []).append(record)
             if quick and turn + 1 >= LEAST_TURNS and all(map(_alike, timed.values())):
                 break
@@ -181,9 +181,9 @@ def _reading(model: PreTrainedModel, text: Sequence[int], *, compile: bool) -> I
     """Return a function that reads a number of tokens after a context and then discards them."""
     limit = context_limit(model.config) or CONTEXT + WIDTHS[-1]
     tokens = _tokens(model.config, text, CONTEXT + WIDTHS[-1])
-    longest = min(limit, CONTEXT + MOST_AGAIN + WIDTHS[-1])
+    longest = min(limit, CONTEXT + MOST_RECOMPUTED + WIDTHS[-1])
     runner = ModelRunner(model, 1, Plan(sources=[tokens[:8]], compile=compile, longest=longest))
-    again = MOST_AGAIN // 2 if is_recurrent(model) else 0
+    again = MOST_RECOMPUTED // 2 if is_recurrent(model) else 0
     runner.append([tokens[: max(1, min(CONTEXT, limit - WIDTHS[-1] - again - 1))]])
     ids = torch.tensor([tokens[-WIDTHS[-1] :]], device=next(model.parameters()).device)
     if again:  # as after rejected drafts: on average, recurrent layers read this many tokens again

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.decode.cache.committed import CommittedText, CommittedTokens, Contexts
+from draftsmith.decode.cache.committed import CommittedSequence, CommittedTokens, Contexts
 from draftsmith.decode.drafts.batch import NO_DRAFT, DraftBatch
 from draftsmith.decode.drafts.builder import DraftBuilder, fitted
 from draftsmith.decode.draws import Draws
@@ -97,7 +97,7 @@ class Proposer:
 
     def chains(
         self,
-        sequences: Sequence[CommittedText],
+        sequences: Sequence[CommittedSequence],
         rooms: Sequence[int],
         length: int,
         draws: Draws | None,

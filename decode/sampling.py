@@ -145,10 +145,10 @@ class Processors:
     the scores; processors of transformers that are not are refused by name.
 
     Args:
-        texts: number of texts in the batch.
+        sequences: number of sequences in the batch.
     """
 
-    def __init__(self, sampling: Sampling, extra: Sequence[LogitsProcessor] = (), *, texts: int = 1) -> None:
+    def __init__(self, sampling: Sampling, extra: Sequence[LogitsProcessor] = (), *, sequences: int = 1) -> None:
         self.sampling, self.greedy = sampling, sampling.greedy
         for processor in extra:
             name = type(processor).__name__
@@ -165,7 +165,7 @@ class Processors:
         """Whether the scores are the logits divided by the temperature; the logits where decoding is greedy."""
         self.read_text = any(type(processor).__name__ not in _CONTEXT_FREE for processor in self._all)
         """Whether any processor reads the tokens before a node."""
-        self._texts = texts
+        self._sequences = sequences
 
     def scores(self, logits_NV: Tensor, contexts: MakeContexts | None = None) -> Tensor:
         """Return the processed logits [N, V] of nodes; a row is -inf where the processors forbid every token.
@@ -202,7 +202,7 @@ class Processors:
 
         Nodes of equal depth share a call if the processor treats rows independently, and all nodes if it reads only
         which tokens occur. Any other processor is called for one node at a time, with the node in the row that its
-        text has in the batch: some use the index of a row.
+        sequence has in the batch: some use the index of a row.
         """
         if type(processor) is PrefixConstrainedLogitsProcessor:
             return _allowed(processor, scores_NV, before)
@@ -216,24 +216,24 @@ class Processors:
             return processor(before.ids(range(len(before.lengths))), cast(torch.FloatTensor, scores_NV.clone()))
         out_NV = torch.empty_like(scores_NV)
         for rows in groups.values():
-            copies, text = (1, 0) if together else (self._texts, before.sequences[rows[0]])
-            ids = cast(torch.LongTensor, before.ids(rows).repeat(copies, 1))
-            scores = scores_NV[rows].repeat(copies, 1)  # a copy, for in-place processors
+            repeats, sequence = (1, 0) if together else (self._sequences, before.sequences[rows[0]])
+            ids = cast(torch.LongTensor, before.ids(rows).repeat(repeats, 1))
+            scores = scores_NV[rows].repeat(repeats, 1)  # a copy, for in-place processors
             processed = processor(ids, cast(torch.FloatTensor, scores))
-            out_NV[rows] = processed if together else processed[text : text + 1]
+            out_NV[rows] = processed if together else processed[sequence : sequence + 1]
         return out_NV
 
 
 def _allowed(processor: PrefixConstrainedLogitsProcessor, scores_NV: Tensor, before: Contexts) -> Tensor:
     """Return the scores [N, V] of the tokens that `prefix_allowed_tokens_fn` allows after each node.
 
-    It is called with the text of the node only: it may have rules of its own for each text of a batch. No token is
+    It is called with the tokens before the node only: it may have other rules for each sequence of a batch. No token is
     allowed where it returns none, which is an error in transformers.
     """
     out_NV = torch.full_like(scores_NV, -torch.inf)
-    for row, text in enumerate(before.sequences):
+    for row, sequence in enumerate(before.sequences):
         ids_1T = before.ids([row])
-        tokens = processor._prefix_allowed_tokens_fn(text // processor._num_beams, ids_1T[0])
+        tokens = processor._prefix_allowed_tokens_fn(sequence // processor._num_beams, ids_1T[0])
         if len(tokens) > 0:
             alone = PrefixConstrainedLogitsProcessor(lambda *_, tokens=tokens: tokens, num_beams=1)
             out_NV[row] = alone(ids_1T, cast(torch.FloatTensor, scores_NV[row : row + 1]))[0]

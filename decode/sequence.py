@@ -1,4 +1,4 @@
-"""The state of a text during decoding, and the result: its tokens and a record of every round."""
+"""The state of a sequence during decoding, and the result: its tokens and a record of every round."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,13 +23,13 @@ class Round:
     depth: int
     """Number of draft tokens on the longest path; equal to `drafted` for a chain."""
     accepted: int
-    """Number of accepted draft tokens, up to the end of the text."""
+    """Number of accepted draft tokens, up to the end of the sequence."""
     committed: int
-    """Number of tokens kept: accepted draft tokens, and the target's own unless the text ends inside the draft."""
+    """Number of tokens kept: accepted draft tokens, and the target's own unless the sequence ends inside the draft."""
     overlap: tuple[float, ...]
     """Sum over v of min(p_v, q_v) at each tested draft position; 1.0 or 0.0 under greedy decoding.
 
-    Positions after an EOS, a stop string or another end of the text are not tested."""
+    Positions after an EOS, a stop string or another end of the sequence are not tested."""
     draft_seconds: float
     verify_seconds: float
     seconds: float
@@ -46,7 +46,7 @@ class Round:
 
 @dataclass(frozen=True)
 class DecodeOutput:
-    """A decoded text. The first new token comes from the prefill, all others from `rounds`."""
+    """A decoded sequence. The first new token comes from the prefill, all others from `rounds`."""
 
     prompt_tokens: list[int]
     tokens: list[int]
@@ -55,7 +55,7 @@ class DecodeOutput:
     prefill_seconds: float
     stopped_by: Literal["eos", "length", "criteria"]
     shared_with: int = 0
-    """Index in the batch of the first text with which it shared its passes: its own, if it was decoded alone."""
+    """Index in the batch of the first sequence with which it shared its passes: its own, if it was decoded alone."""
 
     @property
     def decode_tokens(self) -> int:
@@ -103,7 +103,7 @@ class DecodeOutput:
 
 @dataclass(frozen=True)
 class Stops:
-    """Conditions that end a text before its maximum length."""
+    """Conditions that end a sequence before its maximum length."""
 
     eos: frozenset[int] = frozenset()
     criteria: Sequence[StoppingCriteria] = ()
@@ -113,7 +113,7 @@ class Stops:
 def stop_string_criteria(
     stop_strings: str | Sequence[str], tokenizer: PreTrainedTokenizerBase | None
 ) -> list[StoppingCriteria]:
-    """Return the criterion that ends texts there; ConfigError if no text of the tokenizer holds any of the strings."""
+    """Return the criterion that ends sequences at these strings; ConfigError if the tokenizer produces none of them."""
     if not stop_strings:
         return []
     strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
@@ -128,7 +128,7 @@ def stop_string_criteria(
 
 @dataclass(eq=False)
 class DecodeSequence:
-    """One text during decoding. Implements `SequenceState` of heads/base.py for drafters."""
+    """One sequence during decoding. Implements `SequenceState` of heads/base.py for drafters."""
 
     tokens: list[int]
     """Committed tokens; for an encoder-decoder target those of the decoder, including its start token."""
@@ -144,9 +144,9 @@ class DecodeSequence:
     padding: list[int] = field(default_factory=list)
     """Padding on the left of the prompt in a batch; read by processors and criteria only, as in `generate`."""
     number: int = 0
-    """Index of the text in its batch."""
+    """Index of the sequence in its batch."""
     shared_with: int = 0
-    """Index of the first text that is decoded in the same passes."""
+    """Index of the first sequence that is decoded in the same passes."""
     policy: Policy | None = None
     stopped_by: Literal["eos", "length", "criteria"] | None = None
     rounds: list[Round] = field(default_factory=list)
@@ -154,7 +154,7 @@ class DecodeSequence:
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
         self._shown: Tensor | None = None
-        """The text as stopping criteria read it."""
+        """Padding and tokens, as stopping criteria read them."""
 
     @property
     def room(self) -> int:
@@ -162,7 +162,7 @@ class DecodeSequence:
         return self.max_length - len(self.tokens) - 1
 
     def commit(self, new: list[int]) -> list[int]:
-        """Append `new` up to and including the first token that ends the text, and return the appended tokens."""
+        """Append `new` up to and including the first token that ends the sequence, and return the appended tokens."""
         for count, token in enumerate(new, 1):
             self.tokens.append(token)
             self.stopped_by = self._stopped(token)
@@ -171,12 +171,12 @@ class DecodeSequence:
         return new
 
     def resume(self, max_length: int) -> None:
-        """Go on to `max_length` after a text that ended at a smaller one."""
+        """Continue to `max_length`, after the sequence ended at a smaller one."""
         self.stopped_by, self.max_length, self._shown = None, max_length, None
 
     def output(self, prompt: list[int], prefill_seconds: float) -> DecodeOutput:
-        """Return the result for a text that has ended; `prompt`: the tokens that the user passed for it."""
-        assert self.stopped_by is not None, "the text has not ended"
+        """Return the result for a sequence that has ended; `prompt`: the tokens that the user passed for it."""
+        assert self.stopped_by is not None, "the sequence has not ended"
         new = self.tokens[self.prompt_length :]
         return DecodeOutput(prompt, new, self.rounds, prefill_seconds, self.stopped_by, self.shared_with)
 

@@ -14,10 +14,10 @@ from draftsmith.heads.flat_rows import is_measured, padded_reads, read_flat
 from draftsmith.heads.hidden_states import (
     Features,
     ProcessorInputs,
-    TextsApart,
+    SequencesApart,
     document_numbers,
     final_states,
-    texts_apart,
+    sequences_apart,
 )
 from draftsmith.heads.lm_head import logits_head
 from draftsmith.heads.model_config import has_data
@@ -79,7 +79,7 @@ class OnlineTeacher:
         if any(batch.inputs):
             return self._with_images(batch)
         text, source = (batch.input_ids_BT, batch.attention_mask_BT), (batch.source_BS, batch.source_mask_BS)
-        apart = None if batch.source_BS is not None else texts_apart(self.model, text[1], batch.documents_BT)
+        apart = None if batch.source_BS is not None else sequences_apart(self.model, text[1], batch.documents_BT)
         with torch.set_grad_enabled(gradient):
             if apart is None:
                 hidden_BTH = final_states(self.model, *text, *source, batch.documents_BT)
@@ -88,7 +88,7 @@ class OnlineTeacher:
                 hidden_BTH, features_BTF = self._apart(apart, batch.input_ids_BT)
         return TeacherSignals(*text, hidden_BTH, batch.mask_BT, features_BTF, *source, batch.documents_BT)
 
-    def _apart(self, apart: TextsApart, input_ids_BT: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _apart(self, apart: SequencesApart, input_ids_BT: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return final states and features of texts that are read in several passes."""
         hidden: list[Tensor] = []
         features: list[Tensor] = []

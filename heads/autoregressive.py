@@ -113,8 +113,8 @@ class DraftNetwork(nn.Module, ABC):
             chosen = copy_lm_head(target, [self.lm_head], draft_vocabulary)
             self.vocabulary = None if self.vocabulary is None else chosen
         elif draft_vocabulary is not None:
-            place = weight_of(self._shared[1])
-            self.vocabulary = DraftVocabulary.of(draft_vocabulary, len(place)).to(place.device)
+            weight_VH = weight_of(self._shared[1])
+            self.vocabulary = DraftVocabulary.of(draft_vocabulary, len(weight_VH)).to(weight_VH.device)
             self._share_rows()
 
     def start_from_target(self, target: PreTrainedModel, draft_vocabulary: list[int] | None) -> None:
@@ -173,7 +173,7 @@ class DraftNetwork(nn.Module, ABC):
 Network = TypeVar("Network", bound=DraftNetwork)
 
 
-# Shapes: B rows, T positions, X places of the first step, n nodes, H hidden size.
+# Shapes: B rows, T positions, X positions of the first step, n nodes, H hidden size.
 
 
 class NetworkDrafter(TrainableDrafter, Generic[Network]):
@@ -277,9 +277,9 @@ class NetworkDrafter(TrainableDrafter, Generic[Network]):
         tokens = None if body.vocabulary is None else body.vocabulary.tokens_D
         attend, unrolled = UnrolledAttention(read, windows_of(body.config)), []
         for k in range(self.steps):
-            places_X = read.queries_N if k else read.first_X
-            embeds_1XH, states_1XH = self._inputs(k, read.tokens(places_X, k + 1), states_1XH)
-            rope = body.rotary(embeds_1XH, read.positions(places_X) + k)
+            indices_X = read.queries_N if k else read.first_X
+            embeds_1XH, states_1XH = self._inputs(k, read.tokens(indices_X, k + 1), states_1XH)
+            rope = body.rotary(embeds_1XH, read.positions(indices_X) + k)
             states_1XH = body.step(embeds_1XH, states_1XH, rope, attend, None if k else read.among_N)
             unrolled.append(
                 DraftStates(
@@ -315,7 +315,7 @@ class AutoregressiveDrafter(NetworkDrafter[Network]):
 
     training_options: ClassVar[tuple[str, ...]] = ("train_steps",)
     divides_texts: ClassVar[bool] = False
-    """Processes may share each text in training."""
+    """Processes may share each sequence in training."""
 
     def __init__(self, body: Network, layers: tuple[int, ...], train_steps: int) -> None:
         super().__init__(body, layers)
@@ -330,10 +330,10 @@ class AutoregressiveDrafter(NetworkDrafter[Network]):
     def start(self, context: Context) -> None:
         super().start(context)
         self._runner = self._new_runner(context)
-        self._read([text.tokens[1:] for text in context.texts])
+        self._read([sequence.tokens[1:] for sequence in context.sequences])
 
     def _new_runner(self, context: Context) -> Runner:
-        """Return the runner that reads the texts and their drafts."""
+        """Return the runner that reads the sequences and their drafts."""
         return context.runner(self.body)
 
     def begin(self, rows: list[int]) -> Tensor:

@@ -14,8 +14,8 @@ from draftsmith.heads.lm_head import DraftVocabulary
 from draftsmith.heads.rows import Columns
 from draftsmith.heads.sequence_part import SequencePart
 
-# Shapes: B texts, T positions, S source positions, H target hidden size, F size of the target's features per position,
-# D drafter hidden size, n draft nodes, K draft positions, V vocabulary.
+# Shapes: B sequences, T positions, S source positions, H target hidden size, F size of the target's features per
+# position, D drafter hidden size, n draft nodes, K draft positions, V vocabulary.
 
 FINAL = -1
 """In `Needs.layers`: the final hidden state, which is the output of the last norm and the input of the lm_head."""
@@ -25,7 +25,7 @@ ModuleTypes = tuple[type[nn.Module], ...]
 
 
 class SequenceState(Protocol):
-    """The view that a drafter has of one text during decoding."""
+    """The view that a drafter has of one sequence during decoding."""
 
     source: list[int]
     """Input tokens of the encoder; empty for decoder-only targets."""
@@ -36,15 +36,15 @@ class SequenceState(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """The next draft tokens of all texts: n nodes of one depth for each.
+    """The next draft tokens of all sequences: n nodes of one depth for each.
 
-    A text with fewer nodes is padded with the token 0.
+    A sequence with fewer nodes is padded with the token 0.
     """
 
     tokens_Bn: Tensor
     parents_Bn: Tensor | None
-    """For each node the index of its parent in the previous level, in which the root has index 0. None where every text
-    has one node in each level so far."""
+    """For each node the index of its parent in the previous level, in which the root has index 0. None where every
+    sequence has one node in each level so far."""
     depth: int
     """Number of draft tokens on the path to each node."""
 
@@ -57,7 +57,7 @@ class Level:
 
 
 class Runner(Protocol):
-    """Runs a model of the drafter on the texts, one row each, with a cache of its own. Implemented by the decoder.
+    """Runs a model of the drafter on the sequences, one row each, with a cache of its own. Implemented by the decoder.
 
     The model is a transformers LM or a `DraftNetwork`, which has the same interface and also reads target features.
     Draft tokens take slots of the cache in the order in which they are read, the same for every row.
@@ -115,13 +115,13 @@ class Context(Protocol):
     """The state of a decoding run that a drafter receives in `start`."""
 
     @property
-    def texts(self) -> Sequence[SequenceState]:
-        """The unfinished texts; finished ones are removed, see `Drafter.drop`."""
+    def sequences(self) -> Sequence[SequenceState]:
+        """The unfinished sequences; finished ones are removed, see `Drafter.drop`."""
         ...
 
     @property
     def hidden(self) -> Tensor | None:
-        """[B, H]: the target's final hidden state from which the last token of each text was predicted.
+        """[B, H]: the target's final hidden state from which the last token of each sequence was predicted.
 
         It is the input of the lm_head; None where the target provides none or `Needs.hidden` is False.
         """
@@ -129,11 +129,11 @@ class Context(Protocol):
 
     @property
     def last_tokens_B1(self) -> Tensor:
-        """The last token of each text, on the device."""
+        """The last token of each sequence, on the device."""
         ...
 
     def take_features(self, counts: Sequence[int]) -> Tensor:
-        """Return the target's features (`Needs.layers`) of the next `counts` tokens of each text, [B, most, F].
+        """Return the target's features (`Needs.layers`) of the next `counts` tokens of each sequence, [B, most, F].
 
         They are returned in the order of the tokens, each once; every committed token except the last has features.
         Rows with fewer tokens are padded on the right, with finite values that have no meaning.
@@ -149,13 +149,13 @@ class Context(Protocol):
 
 
 def unread(context: Context, rows: list[int], runner: Runner, first: int = 0) -> list[list[int]]:
-    """Return the committed tokens of each text that `runner` has not read; none for texts that are not in `rows`.
+    """Return the committed tokens of the sequences in `rows` that `runner` has not read; none for the others.
 
-    `first`: the token that it reads first of a text.
+    `first`: index of the first token of a sequence that it reads.
     """
-    tokens: list[list[int]] = [[] for _ in context.texts]
+    tokens: list[list[int]] = [[] for _ in context.sequences]
     for row in rows:
-        tokens[row] = context.texts[row].tokens[runner.lengths[row] + first :]
+        tokens[row] = context.sequences[row].tokens[runner.lengths[row] + first :]
     return tokens
 
 
@@ -193,7 +193,7 @@ class TeacherSignals:
     argmax_BT: Tensor | None = None
     """The target's most likely tokens, stored with `log_sum_BT`."""
     part: SequencePart | None = None
-    """The positions at which this process computes states, where processes share each text; None: all."""
+    """The positions at which this process computes states, where processes share each sequence; None: all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,7 +205,7 @@ class DraftStates:
 
     states_ND: Tensor
     places_N: Tensor
-    """The place in the flattened batch [B * T] whose target distribution each state is trained towards, -1 for none."""
+    """The index in the flattened batch [B * T] whose target distribution each state is trained towards, -1 for none."""
     head: Callable[[Tensor], Tensor]
     """Maps states [n, D] to logits [n, V], or to the logits of the draft vocabulary."""
     every_depth: bool = False
@@ -244,7 +244,7 @@ class DraftStates:
         return cls(states_BAD.flatten(0, 1), places_BA.flatten(), head, **options)
 
     def trained(self, mask_BT: Tensor) -> Tensor:
-        """Return for each state [N] whether its place is in the loss mask."""
+        """Return for each state [N] whether its target position is in the loss mask."""
         return mask_BT.flatten().index_select(0, self.places_N.clamp_min(0)) & (self.places_N >= 0)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -261,7 +261,7 @@ class Drafter(nn.Module):
     vocab_size: int | None = None
     """Size of its logits; None when it computes none."""
     context_limit: int | None = None
-    """Length of the longest text that it can read, in tokens."""
+    """Length of the longest sequence that it can read, in tokens."""
     draft_length_hint: int | None = None
     """The draft length that the checkpoint was trained and selected for."""
     target_quality: dict[str, float] | None = None
@@ -290,9 +290,9 @@ class Drafter(nn.Module):
         return None
 
     def start(self, context: Context) -> None:
-        """Begin decoding: read the texts, allocate caches, discard the state of the last run.
+        """Begin decoding: read the sequences, allocate caches, discard the state of the last run.
 
-        The context, and the runners that it returns, hold nothing once the texts have ended.
+        The context, and the runners that it returns, hold nothing once the sequences have ended.
         """
         self.context = context
 
@@ -301,7 +301,7 @@ class Drafter(nn.Module):
         return None
 
     def begin(self, rows: list[int]) -> Tensor:
-        """Return logits [B, V] for the first draft token of each text in `rows`; other rows are undefined."""
+        """Return logits [B, V] for the first draft token of each sequence in `rows`; other rows are undefined."""
         raise NotImplementedError(f"{self.type} drafters only retrieve")
 
     def extend(self, level: Level) -> Tensor:
@@ -323,13 +323,13 @@ class Drafter(nn.Module):
         return None
 
     def rollback(self, slots: Sequence[list[int]]) -> None:
-        """End the round. `slots`: for each text the accepted nodes that `extend` was given, in order.
+        """End the round. `slots`: for each sequence the accepted nodes that `extend` was given, in order.
 
         Nodes are numbered in the order of the levels, padding included; all others are discarded.
         """
 
     def drop(self, rows: list[int]) -> None:
-        """Keep only the state of these rows, in this order; the other texts are finished."""
+        """Keep only the state of these rows, in this order; the other sequences are finished."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or cast the drafter; rotary frequencies keep their dtype, as in models that transformers loads.
@@ -411,7 +411,7 @@ class TrainableDrafter(Drafter, ABC):
         return [*named, *(weight for module in modules for weight in module.parameters())]
 
     def why_undivided(self) -> str | None:
-        """Return the reason for which processes cannot share a text in training, see `TeacherSignals.part`; or None."""
+        """Return why processes cannot share a sequence in training, see `TeacherSignals.part`; None if they can."""
         return f"drafter.type={self.type!r}"
 
     def own_lm_heads(self) -> list[nn.Linear]:
@@ -449,7 +449,7 @@ class TrainableDrafter(Drafter, ABC):
     def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
         """Return teacher-forced states, one entry for each draft position that is trained.
 
-        The number of entries does not depend on the length of the texts: entries past their end train nothing, but
+        The number of entries does not depend on the length of the sequences: entries past their end train nothing, but
         sums by position are added over processes and parts of a batch.
         """
 

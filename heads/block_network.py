@@ -3,7 +3,7 @@
 Each position of a block sees the features before its anchor, and the block:
 
 decoding   features in the cache; one block after the last committed token
-training   features of whole texts; blocks at many anchors, which do not see each other
+training   features of whole sequences; blocks at many anchors, which do not see each other
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from draftsmith.heads.lm_head import DraftVocabulary, weight_of
 # some blocks, S keys, h heads, d head size, H hidden size, n nodes or positions.
 
 ENDLESS = 2**40
-"""More positions than any text has."""
+"""More positions than any sequence has."""
 QUERIES = 512
 """Positions of blocks whose mask is in memory at a time in training."""
 
@@ -98,7 +98,7 @@ def cached_block(cache: Any, mask: Tensor | None, sees: Visibility, sinks: Sinks
 
 
 class AnchoredBlocks:
-    """Attention in training: A blocks of b positions per text; each sees the features before its anchor and itself.
+    """Attention in training: A blocks of b positions per sequence; each sees the features before its anchor and itself.
 
     Blocks are attended in groups of about `QUERIES` positions, which are computed again in the backward pass where
     there are several, so that memory is linear in the number of anchors.
@@ -125,8 +125,8 @@ class AnchoredBlocks:
         keys, values, parts = *self._context[layer], []
         for start in range(0, count, together):
             anchors = slice(start, min(start + together, count))
-            place = slice(anchors.start * self._block, anchors.stop * self._block)
-            own = (x_BhTd[:, :, place] for x_BhTd in (q_BhTd, k_BhTd, v_BhTd))
+            part = slice(anchors.start * self._block, anchors.stop * self._block)
+            own = (x_BhTd[:, :, part] for x_BhTd in (q_BhTd, k_BhTd, v_BhTd))
             inputs = (anchors, layer, keys, values, *own)
             if count <= together:
                 return self._attend(*inputs)

@@ -162,8 +162,8 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             **options,
         )
         with torch.no_grad():
-            place = weight_of(target.get_input_embeddings()).device
-            drafter.body.mask_embedding.copy_(drafter.body.embed(torch.tensor(token, device=place)))
+            device = weight_of(target.get_input_embeddings()).device
+            drafter.body.mask_embedding.copy_(drafter.body.embed(torch.tensor(token, device=device)))
         return drafter
 
     @classmethod
@@ -243,7 +243,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         super().start(context)
         # A block, and after a round at most as many features of committed tokens.
         self._runner = context.runner(self.body, width=2 * self.block_size + 1)
-        self._read([len(text.tokens) - 1 for text in context.texts])
+        self._read([len(sequence.tokens) - 1 for sequence in context.sequences])
 
     def _read(self, new: list[int]) -> None:
         """Read the features of the next `new` committed tokens and the block after them."""
@@ -260,15 +260,15 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
             block = Block(self._states_BKH, last, best, self._tokens, self.body.embed)
             self._start_B1r = self.transitions.initial_state(block)[:, None]
 
-    def _projected(self, features_BCF: Tensor, places_Bn: Tensor) -> Tensor:
-        """Return the projected features [B, n, H] at some places."""
-        features_BnF = features_BCF.gather(1, places_Bn[..., None].expand(-1, -1, features_BCF.shape[2]))
+    def _projected(self, features_BCF: Tensor, positions_Bn: Tensor) -> Tensor:
+        """Return the projected features [B, n, H] at some positions."""
+        features_BnF = features_BCF.gather(1, positions_Bn[..., None].expand(-1, -1, features_BCF.shape[2]))
         return self.body.project(features_BnF.to(self.body.dtype))
 
     def begin(self, rows: list[int]) -> Tensor:
-        texts, counts = self.context.texts, [0] * len(self.context.texts)
+        sequences, counts = self.context.sequences, [0] * len(self.context.sequences)
         for row in rows:
-            counts[row] = len(texts[row].tokens) - 1 - self._runner.lengths[row]
+            counts[row] = len(sequences[row].tokens) - 1 - self._runner.lengths[row]
         if any(counts):  # not in the first round, whose block was read with the prompt
             self._read(counts)
         self._depth = 0
@@ -310,7 +310,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
     def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
         """Return states of blocks at random anchors; draft position k learns the target's p at anchor + k.
 
-        Processes that share a text draw the same anchors, if their random numbers are the same; each has its share.
+        Processes that share a sequence draw the same anchors, if their random numbers are the same; each has its share.
         """
         body, ids_BT, size, part = self.body, signals.input_ids_BT, self.block_size, signals.part
         B, T = ids_BT.shape
@@ -390,9 +390,9 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         return (*self.body.head_parameters(), *own)
 
     def _anchors(self, mask_BT: Tensor, positions_BT: Tensor, part: SequencePart | None) -> Tensor:
-        """Return random positions [B, A] whose next token is trained (`mask_BT`), -1 where a text has fewer.
+        """Return random positions [B, A] whose next token is trained (`mask_BT`), -1 where a sequence has fewer.
 
-        A is the number of the text that has most, at least 1, and at most `anchors`; of these a `part` has its share.
+        A is the largest number of a sequence, at least 1, and at most `anchors`; of these a `part` has its share.
         """
         known_BT = mask_BT & (positions_BT > 0)  # the first token of a document has no features before it
         # Not `any(0).nonzero()`: the memory estimate has no values, and takes a mask of one dimension as all marked.
@@ -402,7 +402,7 @@ class DFlash(NetworkDrafter[DFlashNetwork]):
         anchors_BA = torch.where(best.values < 2.0, best.indices, -1)
         if part is None:
             return anchors_BA
-        # No share is empty. In turns, since short texts lack the last ones.
+        # No share is empty. In turns, since short sequences lack the last ones.
         missing = -anchors_BA.shape[1] % part.count
         return nn.functional.pad(anchors_BA, (0, missing), value=-1)[:, part.index :: part.count]
 

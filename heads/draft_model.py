@@ -149,9 +149,9 @@ class DraftModel(TrainableDrafter):
     def start(self, context: Context) -> None:
         super().start(context)
         self._runner = context.runner(self.model)
-        # The logits of the first round, too. After a text longer than the context nothing is drafted.
+        # The logits of the first round, too. After a sequence longer than the context nothing is drafted.
         self._logits_BV = self._runner.append(
-            [self._known(text.tokens[: self.context_limit]) for text in context.texts]
+            [self._known(sequence.tokens[: self.context_limit]) for sequence in context.sequences]
         )
 
     def begin(self, rows: list[int]) -> Tensor:
@@ -339,7 +339,7 @@ def _resized(config: PreTrainedConfig, layers: list[int], intermediate_size: int
 
 
 def _keep_types(config: PreTrainedConfig, layers: list[int]) -> None:
-    """Keep the types and sizes of these layers in place; where derived from the layers' numbers, they are unchanged."""
+    """Keep the types and sizes of these layers in place; where derived from the layers' indices, they are unchanged."""
     for name in ("layer_types", "mlp_layer_types", "intermediate_size", "activation_sparsity_pattern"):
         stored = getattr(type(config), config.attribute_map.get(name, name), None)
         if not isinstance(stored, property) and isinstance(getattr(config, name, None), list | tuple):

@@ -1,4 +1,4 @@
-"""Drafts of one text: the tokens that a drafter proposes in one round, chosen deterministically or drawn at random."""
+"""Drafts: the tokens that a drafter proposes for one sequence in one round, chosen deterministically or drawn."""
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 ROOT = -1
 """The parent of the first draft tokens: the last committed token."""
 NO_NODE = -1
-"""The token of a node that a text does not have, in a chain whose length it shares with other texts."""
+"""The token of a node that a sequence does not have, in a chain whose length it shares with other sequences."""
 Parents = tuple[int, ...]
 """The shape of a draft: the parent of each node."""
 
@@ -56,8 +56,8 @@ class Draft:
     """A tree of draft tokens, chosen in any way or drawn from q. A chain is a tree with one path.
 
     Nodes are stored in topological order. `parents[i]` is the index of node i's parent, `ROOT` for a child of the last
-    committed token. Siblings hold different tokens. Tokens without q were chosen: the best k, pruned, re-sorted, copied
-    from the prompt.
+    committed token. Siblings hold different tokens. Tokens without q were chosen: the best k, pruned, re-sorted, or
+    retrieved from the prompt.
     """
 
     tokens: tuple[int, ...] = ()
@@ -110,7 +110,7 @@ class Draft:
 
     @cached_property
     def drafted(self) -> int:
-        """Number of tokens, without the nodes that the text does not have."""
+        """Number of tokens, without the nodes that the sequence does not have."""
         return len(self.tokens) - self.tokens.count(NO_NODE)
 
     def path(self, node: int) -> list[int]:
@@ -119,10 +119,10 @@ class Draft:
 
     def keep(self, nodes: list[int]) -> "Draft":
         """Return a draft of these nodes in this order, each after its parent: a chosen draft."""
-        place = {ROOT: ROOT}
+        index = {ROOT: ROOT}
         for new, old in enumerate(nodes):
-            place[old] = new
-        return Draft(tuple(self.tokens[i] for i in nodes), tuple(place[self.parents[i]] for i in nodes))
+            index[old] = new
+        return Draft(tuple(self.tokens[i] for i in nodes), tuple(index[self.parents[i]] for i in nodes))
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -239,7 +239,7 @@ class ParallelEagle(NetworkDrafter[Eagle3Network]):
         super().start(context)
         # At most num_tokens + 1 committed tokens of a round, the first of which is not a mask, and the other masks.
         self._runner = context.runner(self.body, width=2 * self.num_tokens)
-        self._read([text.tokens[1:] for text in context.texts])
+        self._read([sequence.tokens[1:] for sequence in context.sequences])
 
     def begin(self, rows: list[int]) -> Tensor:
         tokens = unread(self.context, rows, self._runner, first=1)

@@ -1,6 +1,6 @@
-"""The texts of a batch as one flat row without padding, in which each text is attended for itself.
+"""The sequences of a batch as one flat row without padding, in which each sequence is attended for itself.
 
-    rows [2, 4]   a b c .        flat row [1, 6]   a b c d e f        groups   one text of 3 tokens, one of 2, one of 1
+    rows [2, 4]   a b c .        flat row [1, 6]   a b c d e f        groups   sequences of 3, 2 and 1 tokens
                   d e|f .                          (packed: d e and f are two documents)
 
 A model's linear layers then compute no padding. Its attention layers call `attend`, which is registered with
@@ -36,11 +36,11 @@ _TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 class FlatRows:
-    """The texts of padded rows, or the documents of packed ones, longest first.
+    """The sequences of padded rows, or the documents of packed ones, longest first.
 
     Args:
         attention_mask_BT: 1 at tokens; rows are padded on the right.
-        documents_BT: see `TeacherSignals`; None where each row is one text.
+        documents_BT: see `TeacherSignals`; None where each row is one sequence.
         configs: attributes of the configs of the layers that call `attend`.
         scales: the layers whose queries depend on positions otherwise than by rotation.
     """
@@ -59,21 +59,21 @@ class FlatRows:
         texts_BT = texts_BT if documents_BT is None else texts_BT + documents_BT
         kept_N = attention_mask_BT.flatten().nonzero()[:, 0]
         _, counts = texts_BT.flatten()[kept_N].unique_consecutive(return_counts=True)
-        texts = sorted(kept_N.split(counts.tolist()), key=len, reverse=True)
-        self.places_N = torch.cat(texts)
+        sequences = sorted(kept_N.split(counts.tolist()), key=len, reverse=True)
+        self.places_N = torch.cat(sequences)
         """Place in the flattened rows of each token."""
-        lengths = [len(text) for text in texts]
+        lengths = [len(sequence) for sequence in sequences]
         self.longest, tokens = lengths[0], len(self.places_N)
         self.filling = min(-tokens % MULTIPLE, B * T - tokens)
-        """Positions after the last text, which no token attends to."""
+        """Positions after the last sequence, which no token attends to."""
         self.width = tokens + self.filling
         self.groups = [(length, len(list(equal))) for length, equal in groupby(lengths)]
-        """Length and number of texts that are equally long."""
+        """Length and number of sequences that are equally long."""
         restarting = [torch.arange(length, device=device) for length in lengths]
         self._positions_1N = torch.cat([*restarting, kept_N.new_zeros(self.filling)])[None]
 
     def arguments(self, input_ids_BT: Tensor) -> dict[str, Tensor]:
-        """Return the model's inputs: tokens, and positions that restart in each text."""
+        """Return the model's inputs: tokens, and positions that restart in each sequence."""
         ids_N = input_ids_BT.flatten()[self.places_N]
         ids_1N = nn.functional.pad(ids_N, (0, self.filling))[None]
         # With a mask, transformers does not search the positions for documents to make a mask of its own.
@@ -88,7 +88,7 @@ class FlatRows:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Let the layers with these configs attend within the texts of this flat row."""
+        """Let the layers with these configs attend within the sequences of this flat row."""
         token = _READ.set(self)
         try:
             with implementation(self._configs, NAME), self._scales.reading(self._positions_1N):
@@ -185,9 +185,9 @@ def attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention's output [1, N, heads, d] within each text of the flat row that is read.
+    """Return the attention's output [1, N, heads, d] within each sequence of the flat row that is read.
 
-    The mask, if there is one, is that of the longest text, from `_mask`; a window looks alike in every text.
+    The mask, if there is one, is that of the longest sequence, from `_mask`; a window looks alike in every sequence.
 
     Raises:
         ValueError: for a layer that `attend` does not compute; the model then reads rows, see `measure_flat_rows`.
@@ -220,7 +220,7 @@ def attend(
 
 
 def _mask(**options: Any) -> Tensor | None:
-    """Return the mask of the longest text alone; None where all its tokens see all those before them."""
+    """Return the mask of the longest sequence alone; None where all its tokens see all those before them."""
     flat = _READ.get()
     assert flat is not None, "see `attend`"
     lengths = {"batch_size": 1, "q_length": flat.longest, "kv_length": flat.longest}

@@ -63,32 +63,33 @@ def positions_like(ids_BT: Tensor, documents_BT: Tensor | None) -> Tensor:
     return document_positions(documents_BT)
 
 
-# Shapes: B texts, T positions, S positions of the source, H hidden size, X any states.
+# Shapes: B sequences, T positions, S positions of the source, H hidden size, X any states.
 
 
-class TextsApart:
-    """The texts of a batch in groups whose rotary frequencies are those that each text has alone.
+class SequencesApart:
+    """The sequences of a batch in groups whose rotary frequencies are those that each sequence has alone.
 
-    Where frequencies depend on the longest text of a pass (longrope, dynamic), texts on both sides of `rotary_switch`
-    are read apart, those beyond it of dynamic scaling by length; so are short texts from padding beyond it.
+    Where frequencies depend on the longest sequence of a pass (longrope, dynamic), sequences on both sides of
+    `rotary_switch` are read apart, those beyond it of dynamic scaling by length; so are short sequences from padding
+    beyond it.
 
     Args:
-        texts: row, first and last place of each text or packed document.
+        sequences: row, start and end of each sequence or packed document.
     """
 
-    def __init__(self, model: PreTrainedModel, shape: torch.Size, texts: list[tuple[int, int, int]]) -> None:
+    def __init__(self, model: PreTrainedModel, shape: torch.Size, sequences: list[tuple[int, int, int]]) -> None:
         self._model, self._shape, self._groups = model, shape, dict[int, list[tuple[int, int, int]]]()
         switch = rotary_switch(model.config)
-        assert switch is not None, "see `texts_apart`"
+        assert switch is not None, "see `sequences_apart`"
         dynamic = is_dynamic(model.config)
-        for row, start, end in texts:
+        for row, start, end in sequences:
             side = max(switch, end - start) if dynamic else int(end - start > switch)
             self._groups.setdefault(side, []).append((row, start, end))
 
     def batches(self, input_ids_BT: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield tokens and mask of each group's texts, padded on the right."""
-        for texts in self._groups.values():
-            ids = [input_ids_BT[row, start:end] for row, start, end in texts]
+        """Yield tokens and mask of each group's sequences, padded on the right."""
+        for sequences in self._groups.values():
+            ids = [input_ids_BT[row, start:end] for row, start, end in sequences]
             _forget_lengths(self._model)
             yield pad_sequence(ids, True), pad_sequence([torch.ones_like(each) for each in ids], True)
         _forget_lengths(self._model)
@@ -96,28 +97,28 @@ class TextsApart:
     def rows(self, states: Sequence[Tensor]) -> Tensor:
         """Return states [B, T, X] in their rows, zero at padding, from those of `batches`."""
         rows_BTX = states[0].new_zeros(*self._shape, states[0].shape[-1])
-        for texts, states_bTX in zip(self._groups.values(), states, strict=True):
-            for place, (row, start, end) in enumerate(texts):
-                rows_BTX[row, start:end] = states_bTX[place, : end - start]
+        for sequences, states_bTX in zip(self._groups.values(), states, strict=True):
+            for index, (row, start, end) in enumerate(sequences):
+                rows_BTX[row, start:end] = states_bTX[index, : end - start]
         return rows_BTX
 
 
-def texts_apart(
+def sequences_apart(
     model: PreTrainedModel, attention_mask_BT: Tensor, documents_BT: Tensor | None = None
-) -> TextsApart | None:
-    """Return the groups of texts that are read apart; None where one pass gives every text its own frequencies."""
+) -> SequencesApart | None:
+    """Return the groups of sequences that are read apart; None where one pass gives each its own frequencies."""
     switch, shape = rotary_switch(model.config), attention_mask_BT.shape
     if switch is None or shape[1] <= switch or not has_data(attention_mask_BT):
         return None
-    texts = []
+    sequences = []
     documents = torch.zeros_like(attention_mask_BT) if documents_BT is None else documents_BT
-    for row, (length, numbers) in enumerate(zip(attention_mask_BT.sum(1).tolist(), documents.tolist(), strict=True)):
+    for row, (length, numbered) in enumerate(zip(attention_mask_BT.sum(1).tolist(), documents.tolist(), strict=True)):
         start = 0
-        for _, same in groupby(numbers[:length]):
+        for _, same in groupby(numbered[:length]):
             end = start + len(list(same))
-            texts.append((row, start, end))
+            sequences.append((row, start, end))
             start = end
-    return TextsApart(model, shape, texts)
+    return SequencesApart(model, shape, sequences)
 
 
 def _forget_lengths(model: PreTrainedModel) -> None:
@@ -137,6 +138,8 @@ def final_states(
     source_mask_BS: Tensor | None = None,
     documents_BT: Tensor | None = None,
     inputs: ProcessorInputs | None = None,
+    *,
+    divides: bool = True,
 ) -> Tensor:
     """Return the model's final hidden states [B, T, H], the input of its lm_head.
 
@@ -144,24 +147,12 @@ def final_states(
     `FlatRows`. An encoder-decoder model reads the source in its encoder and the input ids in its decoder.
 
     `documents_BT`: see `TeacherSignals`. Not every model separates documents, see `require_packable`. `inputs`: the
-    processor's tensors of one text, extended to its length.
+    processor's tensors of one sequence, extended to its length. `divides`: `sequences_apart` may divide the batch.
     """
-    apart = None if inputs or source_BS is not None else texts_apart(model, attention_mask_BT, documents_BT)
+    divides = divides and not inputs and source_BS is None
+    apart = sequences_apart(model, attention_mask_BT, documents_BT) if divides else None
     if apart is not None:
-        return apart.rows([_states(model, *part) for part in apart.batches(input_ids_BT)])
-    return _states(model, input_ids_BT, attention_mask_BT, source_BS, source_mask_BS, documents_BT, inputs)
-
-
-def _states(
-    model: PreTrainedModel,
-    input_ids_BT: Tensor,
-    attention_mask_BT: Tensor,
-    source_BS: Tensor | None = None,
-    source_mask_BS: Tensor | None = None,
-    documents_BT: Tensor | None = None,
-    inputs: ProcessorInputs | None = None,
-) -> Tensor:
-    """Return the final states of texts that share a pass; see `final_states`."""
+        return apart.rows([final_states(model, *part, divides=False) for part in apart.batches(input_ids_BT)])
     flat = None if inputs or source_BS is not None else flat_rows(model, attention_mask_BT, documents_BT)
     if flat is not None:
         arguments = flat.arguments(input_ids_BT)
@@ -204,7 +195,7 @@ def _packed(
         )
     if QueryScales(model):
         raise ConfigError(
-            f"data.pack=True with model_type={model.config.model_type!r}, which scales queries by places in the row; "
+            f"data.pack=True with model_type={model.config.model_type!r}, which scales queries by position in the row; "
             "expected attn_implementation=sdpa, or data.pack=false"
         )
     # Padding stays at position 0: no token attends to it, and it needs no more learned positions than the text.
@@ -265,7 +256,7 @@ class Features:
         self._layers = layers
         self._seen: dict[int, Tensor] = {}
         for layer, watched in feature_modules(model, layers).items():
-            weakref.finalize(self, watched.place(watched.hook(self._seen, layer)).remove)
+            weakref.finalize(self, watched.register(watched.hook(self._seen, layer)).remove)
 
     def take(self) -> Tensor:
         """Return the features [B, Q, F] of the last pass, the layers concatenated in the requested order."""
@@ -283,7 +274,7 @@ class Watched(NamedTuple):
         """Return a hook that stores the states in `seen[layer]`."""
         return _keeping_input(seen, layer) if self.before else _keeping(seen, layer, self.scale)
 
-    def place(self, hook: Callable[..., None]) -> RemovableHandle:
+    def register(self, hook: Callable[..., None]) -> RemovableHandle:
         """Add a hook to the module."""
         module = self.module
         return module.register_forward_pre_hook(hook) if self.before else module.register_forward_hook(hook)
@@ -409,7 +400,7 @@ def prompt_positions(model: PreTrainedModel, ids_1T: Tensor, inputs: ProcessorIn
 
 
 def inputs_fingerprint(inputs: ProcessorInputs | None) -> str | None:
-    """Return a fingerprint of the tensors' names and numbers."""
+    """Return a fingerprint of the tensors' names and values."""
     if not inputs:
         return None
     contents = {name: value.flatten().view(torch.uint8).numpy().tobytes() for name, value in inputs.items()}

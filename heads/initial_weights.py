@@ -64,8 +64,8 @@ def final_states_of(signals: TeacherSignals) -> Tensor:
 
 def sampled(states_nF: Tensor) -> Tensor:
     """Return at most `SAMPLED` of the rows, evenly spaced, in float32."""
-    places = torch.linspace(0, len(states_nF) - 1, min(SAMPLED, len(states_nF)), device=states_nF.device).long()
-    return states_nF[places].float()
+    indices = torch.linspace(0, len(states_nF) - 1, min(SAMPLED, len(states_nF)), device=states_nF.device).long()
+    return states_nF[indices].float()
 
 
 def next_states(signals: TeacherSignals) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,7 +123,7 @@ def inputs_of(module: nn.Module, run: Callable[[], object]) -> Tensor:
 
 
 def typical_sizes(states_nF: Tensor) -> Tensor:
-    """Return the typical absolute value [F] of each column, scaled to the standard deviation of normal numbers.
+    """Return the typical absolute value [F] of each column, scaled to the standard deviation of a normal distribution.
 
     From medians: the states of a first token may be a thousand times as large as all others.
     """

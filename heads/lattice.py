@@ -91,9 +91,9 @@ class LatticeReranker(CandidateTransitions):
         """Return the rows of each position, and of one after the last for its tokens, [..., K + 1, R, k]."""
         k, shape, (log_probs_nKk, best_nKk) = self.top_k, block.states_nKM.shape[:-2], block.best(self.top_k)
         tokens_nKk = block.tokens(best_nKk)
-        embeds_nKkM, numbers_nKk = block.embed(tokens_nKk).flatten(0, -4), log_probs_nKk.flatten(0, -3)
+        embeds_nKkM, flat_nKk = block.embed(tokens_nKk).flatten(0, -4), log_probs_nKk.flatten(0, -3)
         states_nKM, features_nM = block.states_nKM.flatten(0, -3), block.features().flatten(0, -2)
-        start_nk, pairs_nJkk = self.potentials(embeds_nKkM, numbers_nKk, states_nKM, features_nM)
+        start_nk, pairs_nJkk = self.potentials(embeds_nKkM, flat_nKk, states_nKM, features_nM)
         pairs_nJkk = pairs_nJkk.unflatten(0, shape)
         rows_nKRk = pairs_nJkk.new_zeros(*shape, tokens_nKk.shape[-2] + 1, k + 3, k)
         rows_nKRk[..., 0, : k + 1, :] = start_nk.view(*shape, 1, k)
@@ -128,8 +128,8 @@ class LatticeReranker(CandidateTransitions):
     def _features(self, log_probs_nKk: Tensor) -> Tensor:
         ranks_k = torch.arange(self.top_k, device=log_probs_nKk.device) / max(self.top_k - 1, 1)
         best_nKk = log_probs_nKk - log_probs_nKk[..., :1]
-        numbers = (log_probs_nKk, log_probs_nKk.exp(), best_nKk, ranks_k, (ranks_k == 0).float())
-        return torch.stack([number.expand_as(log_probs_nKk) for number in numbers], -1)
+        features = (log_probs_nKk, log_probs_nKk.exp(), best_nKk, ranks_k, (ranks_k == 0).float())
+        return torch.stack([feature.expand_as(log_probs_nKk) for feature in features], -1)
 
     def _bias(self, K: int) -> Tensor:
         """Return the bias [h, S, S] of attention by the distance of two candidates' positions."""

@@ -100,7 +100,7 @@ class SelfAttention(nn.Module):
         qk_norm: normalise queries and keys of each head (Qwen3).
         gated: multiply outputs by the sigmoid of gates; q_proj has each head's gates after its queries (Qwen3.5).
         centred: see `norm`.
-        sinks: have `attention_sink_bias`, for each head the logit of a place whose value is zero. The function that
+        sinks: have `attention_sink_bias`, for each head the logit of a position whose value is zero. The function that
             attends reads it.
     """
 
@@ -246,8 +246,8 @@ def norm(config: LlamaConfig, size: int | None = None, *, centred: bool = False)
 def last_norm_is_centred(target: PreTrainedModel) -> Tensor:
     """Return whether the gain of the target's last norm is 1 + weight, measured, as a bool tensor; False without one.
 
-    The norm is computed on numbers of mean 0 and square 1, and on their negatives, so that LayerNorms with a bias are
-    measured, too.
+    The norm is computed on values of mean 0 and mean square 1 and on their negatives, so that LayerNorms with a bias
+    are measured, too.
     """
     norm = getattr(target.get_decoder(), "norm", None)
     if norm is None:

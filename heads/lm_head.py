@@ -2,7 +2,7 @@
 
 Models scale logits (Granite, Cohere, Falcon-H1), cap them (Gemma 2) or add a bias (Marian), by config keys that differ
 between families and that some classes ignore. Therefore the map is measured, once a model: in one forward pass a hook
-replaces the output of the lm_head with known numbers, and the model's logits show what it does with them.
+replaces the output of the lm_head with known values, and the model's logits show what it does with them.
 
     lm_head(states) = z ──▶ cap * tanh(scale * z / cap) + bias = logits
 """
@@ -90,7 +90,7 @@ def logits_head(model: PreTrainedModel) -> nn.Module:
 PLAIN = (nn.Parameter, Tensor, FakeTensor)
 """Types of weights whose rows can be taken; fake ones are those of the memory estimate."""
 NUMBERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""Types of weights that are numbers by themselves; 8-bit and packed ones need scales that lie elsewhere."""
+"""Types of weights whose elements are their values; 8-bit and packed ones need scales that are stored elsewhere."""
 
 
 def draft_rows_of(lm_head: Callable[[Tensor], Tensor], tokens_D: Tensor) -> nn.Module | None:
@@ -201,7 +201,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 PROBED = 4
-"""Positions of the probe: zeros, ones, `HUGE` and numbers of all magnitudes."""
+"""Positions of the probe: zeros, ones, `HUGE` and values of all magnitudes."""
 HUGE = 1e30
 
 

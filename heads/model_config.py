@@ -158,7 +158,7 @@ def eos_tokens(config: PreTrainedConfig, generation: Any = None) -> frozenset[in
 
 
 def token_set(tokens: Any) -> frozenset[int]:
-    """Return the tokens of a number, or of a list, set, tensor or array of numbers; ConfigError for anything else."""
+    """Return the tokens in an integer, or in a list, set, tensor or array of integers; ConfigError for others."""
     values = tokens.flatten().tolist() if hasattr(tokens, "flatten") else tokens
     try:
         return frozenset(map(index, values if isinstance(values, Iterable) else [values]))

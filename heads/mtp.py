@@ -4,7 +4,7 @@
                                ├─▶ input_proj ──▶ decoder layer ──▶ norm ──▶ target's lm_head ──▶ token t+2
     embedding of t+1 ──▶ norm ─┘                                     └──▶ next step, in place of the final state
 
-Of several modules each drafts one token, and reads the states of the module before it, see heads/mtp_modules.py.
+Of several modules each drafts one token, and reads the states of the module before it, see heads/mtp_network.py.
 
 DeepSeek-AI 2024 (DeepSeek-V3), arXiv:2412.19437, section 2.2. Drafting several tokens with one shared module, trained
 on its own states with weights that decrease with the step: FastMTP (Cai et al. 2025, arXiv:2509.18362).
@@ -22,8 +22,7 @@ from draftsmith.heads.base import FINAL, Context, DraftStates, Runner, TeacherSi
 from draftsmith.heads.formats.native_mtp import expected_layer, read_native, stated_modules
 from draftsmith.heads.initial_weights import Regression, silence
 from draftsmith.heads.layers import windows_of
-from draftsmith.heads.mtp_modules import ModuleRunner
-from draftsmith.heads.mtp_network import MtpNetwork
+from draftsmith.heads.mtp_network import ModuleRunner, MtpNetwork
 from draftsmith.heads.read_positions import ReadPositions
 from draftsmith.heads.unrolled_attention import UnrolledAttention
 
@@ -135,12 +134,12 @@ class Mtp(AutoregressiveDrafter[MtpNetwork]):
         if not self.later:
             return super()._new_runner(context)
         weight = self.body.input_proj.weight
-        blank_BH = weight.new_zeros(len(context.texts), len(weight))
+        blank_BH = weight.new_zeros(len(context.sequences), len(weight))
         runner = ModuleRunner([context.runner(network) for network in self.networks], self.body.full_head, blank_BH)
         return cast(Runner, runner)  # the part of it that is called here
 
     def unroll(self, signals: TeacherSignals) -> list[DraftStates]:
-        """Return the states of each step; those of several modules are over the whole text, as in decoding."""
+        """Return the states of each step; those of several modules are over the whole sequence, as in decoding."""
         if not self.later:
             return super().unroll(signals)
         body, read = self.body, ReadPositions(signals, self.steps, signals.part)

@@ -20,8 +20,8 @@ from draftsmith.heads.hidden_states import positions_like
 from draftsmith.heads.model_config import has_data
 from draftsmith.heads.sequence_part import SequencePart
 
-# Shapes: B rows, T positions, P = B * T places, M places of keys, N places of queries, X places of a step, D documents,
-# L places of keys in the part of a process, g key heads, d head size.
+# Shapes: B rows, T positions, P = B * T, M keys, N queries, X positions of a step, D documents, L keys in the part of a
+# process, g key heads, d head size. Tensors `*_M`, `*_N` and `*_X` hold indices in the flattened batch [P].
 
 MULTIPLE, SHARE = 16, 32
 """Flat rows are padded to a multiple of `MULTIPLE` that is at most a `SHARE`th of them, so that few lengths occur: see
@@ -37,7 +37,7 @@ class DocumentSpan:
 
 
 class ReadPositions:
-    """Places in the flattened batch [B * T] that the steps of a drafter read.
+    """Positions, as indices in the flattened batch [B * T], that the steps of a drafter read.
 
     Args:
         steps: number of draft steps; step k at position t is trained towards position t + k + 1.
@@ -47,8 +47,8 @@ class ReadPositions:
     def __init__(self, signals: TeacherSignals, steps: int, part: SequencePart | None = None) -> None:
         self._signals, self._part = signals, part
         ids_BT = signals.input_ids_BT
-        places, runs, documents = _layout(*_on_host(_trained(signals, steps), signals.documents_BT))
-        keys, queries = len(places[0]), len(places[1])
+        indices, runs, documents = _layout(*_on_host(_trained(signals, steps), signals.documents_BT))
+        keys, queries = len(indices[0]), len(indices[1])
         self.count, total = _rounded(keys), _rounded(queries)
         if keys != queries and self.count == total:  # so that the number of queries tells which they are
             self.count += MULTIPLE
@@ -58,13 +58,13 @@ class ReadPositions:
         self._own_keys = own_keys.stop - own_keys.start
         sizes = (self.count, total, total, total)
         keys_M, queries_N, among_N, ends_N = (
-            nn.functional.pad(x, (0, size - len(x))).to(ids_BT.device) for x, size in zip(places, sizes, strict=True)
+            nn.functional.pad(x, (0, size - len(x))).to(ids_BT.device) for x, size in zip(indices, sizes, strict=True)
         )
         self.queries_N, self._ends_N = queries_N[own], ends_N[own]
         self.runs = list(_within(runs, own))
         """The documents' spans of queries."""
         self.first_X = keys_M
-        """Places of the first step: the keys, then with a part its queries too, which may lie among other keys."""
+        """Positions of the first step: the keys, then with a part its queries too, which may lie among other keys."""
         self.first_runs = list(_within(documents, own_keys))
         self.among_N: Tensor | None = None if keys == queries else among_N
         """Index of each query in `first_X`; None where these are the queries."""
@@ -73,26 +73,26 @@ class ReadPositions:
             self.first_runs += [_shifted(run, self._own_keys) for run in self.runs]
             self.among_N = torch.arange(self._own_keys, len(self.first_X), device=ids_BT.device)
 
-    def values(self, values_BTX: Tensor, places_X: Tensor) -> Tensor:
-        """Return values [1, X, ...] at some places."""
-        return values_BTX.flatten(0, 1).index_select(0, places_X)[None]
+    def values(self, values_BTX: Tensor, indices_X: Tensor) -> Tensor:
+        """Return values [1, X, ...] at these indices."""
+        return values_BTX.flatten(0, 1).index_select(0, indices_X)[None]
 
-    def tokens(self, places_X: Tensor, by: int) -> Tensor:
-        """Return the token [1, X] `by` positions after each place; 0 after the end of the row."""
-        return self.values(shifted(self._signals.input_ids_BT, by), places_X)
+    def tokens(self, indices_X: Tensor, by: int) -> Tensor:
+        """Return the token [1, X] `by` positions after each index; 0 after the end of the row."""
+        return self.values(shifted(self._signals.input_ids_BT, by), indices_X)
 
-    def positions(self, places_X: Tensor) -> Tensor:
-        """Return the positions [1, X] of some places in their documents."""
+    def positions(self, indices_X: Tensor) -> Tensor:
+        """Return the positions [1, X] in their documents of these indices."""
         ids_BT = self._signals.input_ids_BT
-        return self.values(positions_like(ids_BT, self._signals.documents_BT).expand_as(ids_BT), places_X)
+        return self.values(positions_like(ids_BT, self._signals.documents_BT).expand_as(ids_BT), indices_X)
 
     def towards(self, offset: int) -> Tensor:
-        """Return the place [N] `offset` positions after each query, -1 outside of its document."""
-        places_N = self.queries_N + offset
-        return places_N.where(places_N < self._ends_N, -1)
+        """Return the index [N] `offset` positions after each query, -1 outside of its document."""
+        indices_N = self.queries_N + offset
+        return indices_N.where(indices_N < self._ends_N, -1)
 
     def keys(self, first_1gXd: Tensor) -> Tensor:
-        """Return the first step's keys or values of all places of keys [1, g, M, d], those of other parts included."""
+        """Return the first step's keys or values of all keys [1, g, M, d], those of other parts included."""
         own_1gLd = first_1gXd[:, :, : self._own_keys]
         return own_1gLd if self._part is None else self._part.whole(own_1gLd, self.count)
 
@@ -140,8 +140,8 @@ def _layout(
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[DocumentSpan], list[DocumentSpan]]:
     """Return the positions that are read, in host memory.
 
-    Places of keys [M] and queries [N], for each query its index among the keys and the place after the last one of its
-    document; then the runs of queries, and all keys as queries.
+    Indices of keys [M] and queries [N], for each query its index among the keys and the end of its document; then the
+    runs of queries, and all keys as queries.
     """
     with unset_fake_temporarily():
         trained_P, first_P = trained_BT.flatten(), first_BT.flatten()
@@ -149,7 +149,7 @@ def _layout(
         starts_D, queries_N = first_P.nonzero()[:, 0], trained_P.nonzero()[:, 0]
         ends_D = nn.functional.pad(starts_D[1:], (0, 1), value=len(first_P))
         document_N = document_P[queries_N]
-        # The place after the last query of each document; its start where it has none.
+        # The index after the last query of each document; its start where it has none.
         read_D = starts_D.scatter_reduce(0, document_N, queries_N + 1, "amax")
         key_P = torch.arange(len(first_P), device="cpu") < read_D[document_P]
         before_P = nn.functional.pad(key_P.cumsum(0), (1, 0))
@@ -181,6 +181,6 @@ def _shifted(run: DocumentSpan, by: int) -> DocumentSpan:
 
 
 def _rounded(count: int) -> int:
-    """Return the length of a flat row with `count` places, at least one multiple."""
+    """Return the length of a flat row with `count` positions, at least one multiple."""
     multiple = max(MULTIPLE, 1 << (count // SHARE).bit_length() - 1 if count >= SHARE else 0)
     return max(multiple, -(-count // multiple) * multiple)

@@ -145,16 +145,16 @@ class Retrieval(Drafter):
         self.min_match, self.factor = min_match, factor
 
     def index(self) -> NgramIndex | SuffixAutomaton:
-        """Return an empty index for a new text."""
+        """Return an empty index for a new sequence."""
         raise NotImplementedError
 
     def start(self, context: Context) -> None:
         super().start(context)
         self._indexes, self._read = [], []
-        for text in context.texts:
+        for sequence in context.sequences:
             index = self.index()
-            if text.source:
-                index.extend([*text.source, SEPARATOR])
+            if sequence.source:
+                index.extend([*sequence.source, SEPARATOR])
             self._indexes.append(index)
             self._read.append(0)
 
@@ -163,9 +163,9 @@ class Retrieval(Drafter):
 
     def matched(self, row: int, room: int) -> tuple[int, Draft]:
         """Return the length of the match and the draft, which is empty when the match is too short."""
-        text, index = self.context.texts[row], self._indexes[row]
-        index.extend(text.tokens[self._read[row] :])
-        self._read[row] = len(text.tokens)
+        sequence, index = self.context.sequences[row], self._indexes[row]
+        index.extend(sequence.tokens[self._read[row] :])
+        self._read[row] = len(sequence.tokens)
         length, tokens = index.propose(min(room, self._draft_length))
         if length < self.min_match:
             return length, Draft()

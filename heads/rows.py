@@ -1,4 +1,4 @@
-"""Integers for each text of a batch, stored on the host and copied to the device when they are first needed there.
+"""Integers for each sequence of a batch, stored on the host and copied to the device when they are first needed there.
 
 A round of decoding reads lengths, tokens and indices of accepted tokens on both sides, and the device may have to wait
 for each copy. `Rows.together` therefore copies several lists in one upload, and arithmetic of `Counts` whose values are
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Shapes: B rows, W numbers of the longest row, Q columns of a pass, X values of a column.
+# Shapes: B rows, W integers of the longest row, Q columns of a pass, X values of a column.
 
 
 def upload(values: Tensor | Sequence[Sequence[int]], device: torch.device) -> Tensor:
@@ -22,14 +22,14 @@ def upload(values: Tensor | Sequence[Sequence[int]], device: torch.device) -> Te
 
 
 @lru_cache(maxsize=4096)
-def constant(numbers: tuple[Any, ...], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
-    """Return numbers, or rows of numbers, as a cached tensor on the device.
+def constant(values: tuple[Any, ...], device: torch.device, dtype: torch.dtype = torch.long) -> Tensor:
+    """Return values, or rows of values, as a cached tensor on the device.
 
     For values that repeat in later rounds, since they follow from the shape of drafts or the rows of a batch alone. The
     dtype is part of the cache's key, since (0, 1) equals (False, True).
     """
     with torch.inference_mode(False):
-        return torch.tensor(numbers, dtype=dtype, device=device)
+        return torch.tensor(values, dtype=dtype, device=device)
 
 
 def rows_of(values_BX: Tensor, rows: Sequence[int]) -> Tensor:
@@ -40,10 +40,10 @@ def rows_of(values_BX: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 class Counts(Sequence[int]):
-    """One integer for each text of a batch.
+    """One integer for each sequence of a batch.
 
     Args:
-        on_device: returns the numbers [B] on the device; None: they are copied when they are first needed there.
+        on_device: returns the counts [B] on the device; None: they are copied when they are first needed there.
     """
 
     def __init__(
@@ -72,18 +72,18 @@ class Counts(Sequence[int]):
 
     @cached_property
     def equal(self) -> bool:
-        """All rows have the same number."""
+        """All rows have the same count."""
         return min(self.values) == max(self.values)
 
     @cached_property
     def on_device_B(self) -> Tensor:
-        """The numbers [B] on the device; equal ones are not copied."""
+        """The counts [B] on the device; equal ones are not copied."""
         if self.equal:
             return torch.full((len(self.values),), self.values[0], device=self.device)
         return upload([self.values], self.device)[0] if self._on_device is None else self._on_device()
 
     def map(self, function: Callable) -> "Counts":
-        """Return `function` of each number; it is also called with the tensor of all of them."""
+        """Return `function` of each count; it is also called with the tensor of all of them."""
         return self._changed(map(function, self.values), lambda: function(self.on_device_B))
 
     def __add__(self, other: "Counts | int") -> "Counts":
@@ -93,7 +93,7 @@ class Counts(Sequence[int]):
         return self._changed((a + b for a, b in pairs), lambda: self.on_device_B + other.on_device_B)
 
     def keep(self, rows: Sequence[int]) -> "Counts":
-        """Return the numbers of these rows."""
+        """Return the counts of these rows."""
         return self._changed((self.values[row] for row in rows), lambda: rows_of(self.on_device_B, rows))
 
     def _changed(self, values: Iterable[int], on_device: Callable[[], Tensor]) -> "Counts":
@@ -104,13 +104,13 @@ class Counts(Sequence[int]):
 
 
 class _Upload:
-    """Lists of numbers of several `Rows`, which are copied to the device when the first of them is needed there."""
+    """Lists of integers of several `Rows`, which are copied to the device when the first of them is needed there."""
 
     def __init__(self, device: torch.device, *lists: Sequence[list[int]]) -> None:
         self._device, self._lists = device, lists
 
     def part(self, number: int) -> Tensor:
-        """Return [B, 1 + W]: the length of each row and its numbers, padded with 0."""
+        """Return [B, 1 + W]: the length of each row and its integers, padded with 0."""
         return self._parts[number]
 
     @cached_property
@@ -128,11 +128,11 @@ def _padded(row: list[int], width: int) -> list[int]:
 
 
 class Rows(Sequence[list[int]]):
-    """A list of integers for each text of a batch.
+    """A list of integers for each sequence of a batch.
 
     Args:
-        on_device: returns their lengths and numbers [B, 1 + W] on the device; None: they are copied when they are first
-            needed there.
+        on_device: returns their lengths and integers [B, 1 + W] on the device; None: they are copied when they are
+            first needed there.
     """
 
     def __init__(
@@ -191,23 +191,23 @@ class Rows(Sequence[list[int]]):
 
     @cached_property
     def rise_from_0(self) -> bool:
-        """The numbers of every row are 0, 1, 2, …"""
+        """The integers of every row are 0, 1, 2, …"""
         return all(row == list(range(len(row))) for row in self.lists)
 
     @cached_property
     def values_BW(self) -> Tensor:
-        """The numbers on the device, padded with 0."""
+        """The integers on the device, padded with 0."""
         return self._on_device()[:, 1:]
 
     @cached_property
     def after_root(self) -> "Rows":
-        """The places of a root and of the nodes with these numbers: 0, and each number plus 1."""
+        """The positions of a root and of these nodes: 0, and each number plus 1."""
         if self.rise_from_0:
             return Rows.rising(self.counts + 1)
-        places = Rows([[0, *(number + 1 for number in row)] for row in self.lists], self.device)
-        places.counts = self.counts + 1
-        places.values_BW = torch.nn.functional.pad(self.values_BW + 1, (1, 0))
-        return places
+        positions = Rows([[0, *(number + 1 for number in row)] for row in self.lists], self.device)
+        positions.counts = self.counts + 1
+        positions.values_BW = torch.nn.functional.pad(self.values_BW + 1, (1, 0))
+        return positions
 
     def keep(self, rows: Sequence[int]) -> "Rows":
         """Return these rows."""
@@ -216,7 +216,7 @@ class Rows(Sequence[list[int]]):
         return Rows(lists, self.device, lambda: rows_of(self._on_device()[:, : 1 + width], rows))
 
     def last(self) -> Counts:
-        """Return the last number of each row; 0 for an empty one."""
+        """Return the last integer of each row; 0 for an empty one."""
         if self.rise_from_0:
             return self.counts.map(lambda count: count - 1 + (count == 0))
 

@@ -1,4 +1,4 @@
-"""The positions of a text that one of several processes computes, and the exchange of keys and values between them."""
+"""The part of a sequence that one of several processes computes, and their exchange of keys and values."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# Shapes: B rows, M places of keys, L places of keys in the part of a process, g key heads, d head size.
+# Shapes: B rows, M positions of keys, L positions of keys in the part of a process, g key heads, d head size.
 
 
 class SequencePart:
@@ -18,7 +18,7 @@ class SequencePart:
     Args:
         index: of the part.
         count: number of parts.
-        group: the processes that share a text; None to count memory, where the keys of other parts are zeros.
+        group: the processes that share a sequence; None to count memory, where the keys of other parts are zeros.
     """
 
     def __init__(self, index: int, count: int, group: dist.ProcessGroup | None = None) -> None:

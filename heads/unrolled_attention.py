@@ -51,7 +51,7 @@ class UnrolledAttention:
         self._own: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, layer: int, q_BhTd: Tensor, k_BhTd: Tensor, v_BhTd: Tensor) -> Tensor:
-        """Queries of the first step are at all of its places, or at `ReadPositions.queries_N` alone."""
+        """Queries of the first step are at all of its positions, or at `ReadPositions.queries_N` alone."""
         dtype, read = v_BhTd.dtype, self._read  # under autocast rotated queries and keys are float32
         q_BhTd, keys = q_BhTd.to(dtype), (k_BhTd.to(dtype), v_BhTd)
         if layer not in self._text:

@@ -75,8 +75,8 @@ def bounded(name: str | Path, held: Shapes, *, packed: bool = False) -> Iterator
     Raises:
         ConfigError: before an allocation that exceeds the limit.
     """
-    numbers = sum(math.prod(shape) for shape in held.values())
-    most = ALWAYS + (PACKED if packed else WHOLE) * numbers
+    elements = sum(math.prod(shape) for shape in held.values())
+    most = ALWAYS + (PACKED if packed else WHOLE) * elements
     parameters = 0
 
     def registered(*_: Any) -> None:
@@ -86,7 +86,7 @@ def bounded(name: str | Path, held: Shapes, *, packed: bool = False) -> Iterator
             raise _refusal(name, f"{parameters} parameters or more", f"what {len(held)} tensors can fill")
 
     def refuse(claimed: int) -> None:
-        raise _refusal(name, f"{claimed} numbers or more", f"at most {most}, for the {numbers} that its files hold")
+        raise _refusal(name, f"{claimed} elements or more", f"at most {most}, for the {elements} that its files hold")
 
     hook = register_module_parameter_registration_hook(registered)
     try:
@@ -114,7 +114,7 @@ class _Allowance(TorchFunctionMode):
 
 
 def _requested(function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> int:
-    """Return the count of numbers that a factory function allocates for these arguments."""
+    """Return the number of elements that a factory function allocates for these arguments."""
     if function is torch.arange:
         given = named | dict(zip(("end",) if len(args) == 1 else ("start", "end", "step"), args, strict=False))
         return int(abs(given["end"] - given.get("start", 0)) / abs(given.get("step", 1))) + 1
@@ -187,7 +187,7 @@ def require_countable(
     Lists of that many layers would take minutes to build, or all memory, and torch converts no number above 64 bits.
 
     Args:
-        limits: the largest numbers, by the ends of their keys.
+        limits: the largest values, by the ends of their keys.
     """
     for key, value in config.items():
         most = min((n for ends, n in limits.items() if ends.search(str(key))), default=2**63 - 1)

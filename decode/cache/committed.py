@@ -22,7 +22,7 @@ SPARE = 64
 """Slots that are allocated in addition to the tokens."""
 
 
-class CommittedText(Protocol):
+class CommittedSequence(Protocol):
     """A sequence as processors read it."""
 
     tokens: list[int]
@@ -42,7 +42,7 @@ class CommittedTokens:
         self.append(sequences)
 
     @staticmethod
-    def of(sequences: Sequence[CommittedText], device: torch.device) -> "CommittedTokens":
+    def of(sequences: Sequence[CommittedSequence], device: torch.device) -> "CommittedTokens":
         """Return the committed tokens of sequences, with padding."""
         return CommittedTokens([sequence.padding + sequence.tokens for sequence in sequences], device)
 

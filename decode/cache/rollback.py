@@ -19,7 +19,7 @@ from draftsmith.errors import ConfigError
 from draftsmith.heads.rows import Counts, Rows
 
 FIRST_SLOTS = 256
-"""Slots that are allocated in addition to the first text; storage doubles when they are full."""
+"""Slots that are allocated in addition to the first sequence; storage doubles when they are full."""
 
 CACHES = ("cache", "past_key_values", "cache_params", "state")
 """Arguments by which models take their cache; transformers 5.24 renamed most of them to the first."""
@@ -85,7 +85,7 @@ class RollbackLayer(CacheLayerMixin):
         row = place.row
         if row is not None:
             keys, values = keys[row : row + 1], values[row : row + 1]
-        elif keys.shape[0] > key_states.shape[0]:  # rows of texts that have ended
+        elif keys.shape[0] > key_states.shape[0]:  # rows of sequences that have ended
             keys, values = keys[: len(key_states)], values[: len(key_states)]
         slots_BQ = place.slots_BQ
         if slots_BQ is None:
@@ -118,7 +118,7 @@ class RollbackLayer(CacheLayerMixin):
         keys, values = self._storage
         slots = keys.shape[2]
         if needed > slots:
-            # Storage doubles, so each token is copied once on average, whatever the length of the text.
+            # Storage doubles, so each token is copied once on average, whatever the length of the sequence.
             more = max(needed, 2 * slots) - slots
             self.keys, self.values = keys, values = _padded(keys, more), _padded(values, more)
         return keys, values
@@ -166,8 +166,9 @@ class RollbackCache(Cache):
     transformers' `DynamicCache` copies all keys and values at every step; this cache copies new ones only.
 
     Args:
-        longest: number of tokens of the longest text at its end, where it is known: more slots are not allocated first.
-        fixed: allocate `longest` slots at once, and keep this storage when texts end.
+        longest: number of tokens of the longest sequence at its end, which limits what is allocated at first; None if
+            unknown.
+        fixed: allocate `longest` slots at once, and keep this storage when sequences end.
     """
 
     def __init__(
@@ -215,7 +216,7 @@ class RollbackCache(Cache):
         self.lengths = self.lengths + slots.counts
 
     def clear(self, rows: int) -> None:
-        """Begin again with this number of empty texts."""
+        """Begin again with this number of empty sequences."""
         self.place.start, self.place.end, self.place.slots_BQ = 0, 0, None
         self.lengths = Counts([0] * rows, self.lengths.device)
         for layer in self._stores():

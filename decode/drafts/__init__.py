@@ -1,1 +1,1 @@
-"""Drafts: built from q or retrieved for all texts of a batch, and the form in which they are verified."""
+"""Drafts: built from q or retrieved for all sequences of a batch, and the form in which they are verified."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftsmith.decode.cache.committed import CommittedText, CommittedTokens, Contexts
+from draftsmith.decode.cache.committed import CommittedSequence, CommittedTokens, Contexts
 from draftsmith.decode.drafts.requests import Look, Request
 from draftsmith.decode.sampling import Processors
 from draftsmith.heads.draft_tree import NO_NODE, ROOT, Draft
@@ -28,7 +28,7 @@ class DraftBuilder:
 
     def __init__(
         self,
-        sequence: CommittedText,
+        sequence: CommittedSequence,
         room: int,
         processors: Processors,
         shared: tuple[int, int] | None = None,

@@ -1,1 +1,1 @@
-"""Forward passes of a model over texts and drafts: one class for each way of running it."""
+"""Forward passes of a model over sequences and drafts: one class for each way of running it."""

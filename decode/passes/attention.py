@@ -39,7 +39,7 @@ MOST_GROUPED = 128
 Passes = Literal["grouped", "masked", "native", "copied"]
 """How a model is run: with `attend` and the decoder's masks; with transformers' own attention function and the
 decoder's masks; or as in `generate`, with masks that the model makes itself, which suits chains only. Of the latter,
-"native" has the decoder's cache, and "copied" the model's own, see `RereadingPasses`."""
+"native" has the decoder's cache, and "copied" the model's own, see `RecomputingPasses`."""
 WITH_ROLLBACK: tuple[Passes, ...] = ("grouped", "masked", "native")
 """Those with the decoder's cache."""
 _PASSES: "WeakKeyDictionary[PreTrainedModel, Passes]" = WeakKeyDictionary()
@@ -235,7 +235,7 @@ class Attention:
         return _by_kind(full, near) if self.mixed else near
 
     def of_rows(self, mask: Any, rows: int) -> Any:
-        """Return the `attention_mask` argument with a row for each text, which some layers require (XGLM).
+        """Return the `attention_mask` argument with a row for each sequence, which some layers require (XGLM).
 
         `attend` takes one mask for all rows, and repeats it for grouped heads.
         """

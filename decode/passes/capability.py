@@ -39,19 +39,19 @@ from draftsmith.heads.lm_head import evaluating
 from draftsmith.heads.model_config import require_in_memory, rotary_switch, text_config, uncompiled
 from draftsmith.provenance import has_cxx_compiler
 
-# Shapes: B texts, N draft nodes of one text, V vocabulary.
+# Shapes: B sequences, N draft nodes of one sequence, V vocabulary.
 
 
 @dataclass(frozen=True)
 class Capability:
-    """The drafts that the decoder verifies exactly with a model, beyond chains of one text."""
+    """The drafts that the decoder verifies exactly with a model, beyond chains of one sequence."""
 
     kind: str
     """The model type."""
     no_trees: str = ""
     """Reason why it verifies chains only; empty if it verifies trees."""
     no_ragged: str = ""
-    """Reason why texts of different lengths are decoded one after another; empty if they share a pass."""
+    """Reason why sequences of different lengths are decoded one after another; empty if they share a pass."""
 
     @property
     def not_compiled(self) -> str:
@@ -73,7 +73,7 @@ UNVERIFIED = {
 }
 """Model types whose texts in `generate` differ from those of forward passes, beyond what the comparison reads."""
 RECURRENT = "its recurrent layers read one token after the other"
-COPIED = "each round copies its own cache and reads up to 16 committed tokens again"
+COPIED = "each round copies its own cache and recomputes up to 16 committed tokens"
 """How models without rollback read drafts."""
 _KNOWN: "WeakKeyDictionary[PreTrainedModel, Capability]" = WeakKeyDictionary()
 

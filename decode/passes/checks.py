@@ -24,7 +24,7 @@ from draftsmith.heads.hidden_states import ProcessorInputs, extended, inputs_for
 from draftsmith.heads.lm_head import evaluating
 from draftsmith.heads.model_config import EXPERTS, context_limit, text_config, uncompiled
 
-# Shapes: B texts, T positions, Q tokens of a chain, V vocabulary.
+# Shapes: B sequences, T positions, Q tokens of a chain, V vocabulary.
 
 TOLERANCE = {torch.float64: 0.02, torch.float32: 0.02}
 HALF_TOLERANCE = 0.2
@@ -32,10 +32,10 @@ HALF_TOLERANCE = 0.2
 CONTEXT, DRAFT = 6, 3
 """Tokens before a draft, and of the chain from its root on; fewer before it in a shorter context."""
 ROUNDS = ((1, 3), (1, 1))
-"""Committed tokens of two texts in each round; the second one begins two tokens shorter, and the last round with texts
-of one length."""
+"""Committed tokens of two sequences in each round; the second one begins two tokens shorter, and in the last round both
+have one length."""
 MANY_ROUNDS = ((1, 2), (2, 1), *[(2, 2)] * 7, (3, 2), (1, 3), (1, 2), (1, 1))
-"""More than a mixer, or a copied cache, reads again in one pass; most drafts are discarded in part."""
+"""More than a mixer, or a copied cache, recomputes in one pass; most drafts are discarded in part."""
 
 
 def why_wrong(gap: Callable[[], float], model: PreTrainedModel, where: str = "") -> str:
@@ -116,9 +116,9 @@ def reader(model: PreTrainedModel, contexts: list[list[int]]) -> ModelRunner:
 
 
 def rollback_gap(model: PreTrainedModel, rows: int, rounds: tuple[tuple[int, int], ...] = MANY_ROUNDS) -> float:
-    """Return the largest difference between chains after discarded drafts and plain forward passes over the texts.
+    """Return the largest difference between chains after discarded drafts and plain forward passes over the sequences.
 
-    `rows`: 1, or 2 for a batch of texts, at first of different lengths.
+    `rows`: 1, or 2 for a batch of sequences, at first of different lengths.
     """
     before = context_of(model) - 1
     length = before + sum(max(counts) for counts in rounds)
@@ -158,7 +158,7 @@ def usable_inputs(model: PreTrainedModel, ids: list[int], given: ProcessorInputs
     if model.config.is_encoder_decoder:
         raise ConfigError("inputs with an encoder-decoder target; expected prompts without images")
     if passes_of(model) not in WITH_ROLLBACK:
-        raise ConfigError("inputs with a target that reads tokens again in each round; expected prompts of text")
+        raise ConfigError("inputs with a target that recomputes tokens in each round; expected prompts of text")
     inputs = inputs_for(model, given)
     checked = _CHECKED.setdefault(model, set())
     if inputs and frozenset(inputs) not in checked:
@@ -185,18 +185,18 @@ def _image_gap(model: PreTrainedModel, ids: list[int], inputs: ProcessorInputs) 
     return float(difference(read_QV, output.logits[0, -CHAIN - 1 :]))
 
 
-# Passes in which the logits of a token do not depend on its place: greedy texts equal the target's bit by bit. In bf16,
-# passes over one and over several tokens choose other kernels and round differently, which changes the argmax at near
-# ties. With one number of tokens and of slots for every pass, each row of it is computed in the same way.
+# Passes in which the logits of a token do not depend on its index: greedy sequences equal the target's bit by bit. In
+# bf16, passes over one and over several tokens choose other kernels and round differently, which changes the argmax at
+# near ties. With one number of tokens and of slots for every pass, each row of it is computed in the same way.
 
 CHAINS_ONLY = "invariant=True computes the tokens of a branch in another order"
 _MEASURED: "WeakKeyDictionary[PreTrainedModel, bool]" = WeakKeyDictionary()
 
 
 def require_invariant(model: PreTrainedModel, *, ragged: bool, compile: bool) -> None:
-    """Raise ConfigError unless the logits of a token are equal at every place of a pass; measured once a model.
+    """Raise ConfigError unless the logits of a token are equal at every index of a pass; measured once a model.
 
-    `ragged`: whether texts of different lengths share its passes.
+    `ragged`: whether sequences of different lengths share its passes.
     """
     kind = model.config.model_type
     if compile:
@@ -218,7 +218,7 @@ def require_invariant(model: PreTrainedModel, *, ragged: bool, compile: bool) ->
         dtype = str(parameter.dtype).removeprefix("torch.")
         raise ConfigError(
             f"invariant=True with model_type={kind!r} in {dtype} on {parameter.device.type}: the logits of "
-            "a token depend on its place in a pass; expected invariant=False"
+            "a token depend on its index in a pass; expected invariant=False"
         )
 
 

@@ -17,7 +17,7 @@ from draftsmith.decode.passes.attention import Attention, chains_after
 from draftsmith.decode.passes.plan import (
     INVARIANT_SLOTS,
     INVARIANT_WIDTH,
-    MOST_AGAIN,
+    MOST_RECOMPUTED,
     Output,
     Plan,
     Reading,
@@ -28,7 +28,7 @@ from draftsmith.heads.hidden_states import ProcessorInputs, prompt_positions
 from draftsmith.heads.model_config import NO_CONTEXT, QueryScales, context_limit, is_compiled, rotary_switch, uncompiled
 from draftsmith.heads.rows import Columns, Counts, Rows, rows_of
 
-# Shapes: B rows, Q tokens fed to each, S slots of the cache or tokens of the text so far, V vocabulary.
+# Shapes: B rows, Q tokens fed to each, S slots of the cache or tokens of the sequence so far, V vocabulary.
 
 
 class EagerPasses:
@@ -55,7 +55,7 @@ class EagerPasses:
         positions = "decoder_position_ids" if model.config.is_encoder_decoder else "position_ids"
         self._positions_name = positions if positions in accepted else None
         self.last_position = _last_position(model, plan)
-        # Flash attention takes positions that do not rise, such as those of padding, for the start of another text.
+        # Flash attention takes positions that do not rise, such as those of padding, for the start of another sequence.
         is_padded = len(cache.lengths) == 1 and not self._attention.is_flash and self._takes_positions
         self._widths = plan.widths if is_padded else {}
         if plan.invariant:
@@ -224,38 +224,38 @@ def _last_position(model: PreTrainedModel, plan: Plan) -> int:
     return (end or sys.maxsize) - 1
 
 
-class RereadingPasses(EagerPasses):
-    """Passes of a model whose cache cannot discard draft tokens: it reads committed tokens again, with the next draft.
+class RecomputingPasses(EagerPasses):
+    """Passes of a model whose cache cannot discard draft tokens: it recomputes committed tokens with the next draft.
 
-        own cache of the model | committed since, read again | draft ......... |
+        own cache of the model | committed since, recomputed | draft ......... |
 
-    Each pass continues a copy of the model's own cache, which is moved on after `MOST_AGAIN` tokens.
+    Each pass continues a copy of the model's own cache, which advances after `MOST_RECOMPUTED` tokens.
     """
 
     rewinds = False
 
     def __init__(self, model: PreTrainedModel, plan: Plan, cache: RollbackCache) -> None:
         super().__init__(model, plan, cache)
-        assert len(cache.lengths) == 1, "`Capability` has such texts decoded one after another"
-        self._widths = {}  # padding would be read again, too
+        assert len(cache.lengths) == 1, "`Capability` has such sequences decoded one after another"
+        self._widths = {}  # padding would be recomputed, too
         self._takes_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._own_cache: Any = None
         self._cached = 0
         self._ids_1S = torch.empty(1, 0, dtype=torch.long, device=self._device)
 
     def _run(self, inputs: dict[str, Any], reading: Reading) -> Output:
-        """Return the model's output for new tokens after the first ones; its last columns are theirs."""
-        if self._takes_keep:  # of the text that is read again
+        """Return the output for the tokens of `reading`, which are the last ones that the model computes."""
+        if self._takes_keep:  # the recomputed tokens need no logits
             inputs["logits_to_keep"] = reading.width
         self._ids_1S = torch.cat([self._ids_1S[:, : reading.starts[0]], reading.ids_BQ], 1)
         length = self.cache.lengths[0]
-        if length - self._cached >= MOST_AGAIN:
+        if length - self._cached >= MOST_RECOMPUTED:
             self._continue(inputs, length, moves=True)
         output = self._continue(inputs, self._ids_1S.shape[1], moves=reading.counts is not None)
         return self._output(output, reading, last=reading.width)
 
     def _continue(self, inputs: dict[str, Any], end: int, *, moves: bool) -> Any:
-        """Read the tokens between the cache and `end`; with `moves` they are in the cache from now on."""
+        """Run the model on the tokens between its cache and `end`; with `moves` the cache then holds them."""
         name = self._cache_name
         own = {key: value for key, value in inputs.items() if key != name}
         own |= {"input_ids": self._ids_1S[:, self._cached : end], "use_cache": True}

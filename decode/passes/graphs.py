@@ -1,10 +1,10 @@
 """Compiled passes: their shapes are fixed, so `torch.compile` builds each once, and CUDA records it as a graph.
 
-    tokens    [rows, width]                    padded to a few widths; rows whose texts have ended stay
-    storage   [rows, heads, slots, head size]  allocated for the longest text, and used again by later calls
+    tokens    [rows, width]                    padded to a few widths; rows whose sequences have ended remain
+    storage   [rows, heads, slots, head size]  allocated for the longest sequence, and used again by later calls
     mask      [rows, 1, width, slots]          every pass reads all slots
 
-The slot of a token is a value of a tensor, so the length of a text and the number of unfinished texts change no shape.
+The slot of a token is a value of a tensor, so no shape changes with the length or the number of unfinished sequences.
 Prompts, and passes that are wider than `MOST_WIDTH`, are not compiled; they use the same storage.
 
 Before a graph runs, torch compares the model with what it was when the graph was built, which takes up to 15 % of a
@@ -59,7 +59,7 @@ class PassInputs(NamedTuple):
 
 
 def _filled(inputs: PassInputs, rows: int) -> PassInputs:
-    """Return the inputs with rows of texts that have ended, which attend to something, after the others."""
+    """Return the inputs with rows of sequences that have ended, which attend to something, after the others."""
     missing = rows - len(inputs.ids_BQ)
     if missing == 0:
         return inputs
@@ -67,10 +67,10 @@ def _filled(inputs: PassInputs, rows: int) -> PassInputs:
 
 
 class PassGraphs:
-    """The compiled passes of one model over `rows` texts, and the cache that they share.
+    """The compiled passes of one model over `rows` sequences, and the cache that they share.
 
     Args:
-        slots: of the cache for each text; a text has fewer tokens, and padding is written to the last slot.
+        slots: of the cache for each sequence; a sequence has fewer tokens, and padding is written to the last slot.
     """
 
     def __init__(self, model: PreTrainedModel, rows: int, slots: int) -> None:
@@ -97,7 +97,7 @@ class PassGraphs:
         for layer, watched in modules.items():
             if layer not in self._hooks:  # the same function in every pass, or torch would compile the pass again
                 self._hooks[layer] = watched.hook(self.seen, layer)
-            handles.append(watched.place(self._hooks[layer]))
+            handles.append(watched.register(self._hooks[layer]))
         try:
             yield
         finally:
@@ -203,18 +203,18 @@ class Graph:
 
 def in_one_layout(x: Tensor) -> Tensor:
     """Return a copy of `x` whose strides follow from its shape: a graph is compiled for one layout."""
-    return x.clone(memory_format=torch.contiguous_format)  # `contiguous` would keep the strides of a batch of one text
+    return x.clone(memory_format=torch.contiguous_format)  # `contiguous` keeps the strides of a batch of one sequence
 
 
 _BUILT = _TAKEN = 0
 """Graphs that have been built, and calls of `take_graphs`."""
 _FREE: "WeakKeyDictionary[nn.Module, list[PassGraphs]]" = WeakKeyDictionary()
-"""Passes that no text uses; graphs and storage stay for the next call."""
+"""Unused passes, with their graphs and storage, for later calls."""
 _FREE_LOCK = Lock()
 
 
 def take_graphs(model: PreTrainedModel, rows: int, longest: int) -> PassGraphs:
-    """Return passes over `rows` texts of at most `longest` tokens; ones that were given back, where there are any."""
+    """Return passes over `rows` sequences of at most `longest` tokens; returned ones are used again."""
     global _TAKEN
     slots = max(FEWEST_SLOTS, 1 << longest.bit_length())  # a power of two above `longest`
     with _FREE_LOCK:
@@ -232,7 +232,7 @@ def take_graphs(model: PreTrainedModel, rows: int, longest: int) -> PassGraphs:
 
 
 def give_back(model: PreTrainedModel, graphs: PassGraphs) -> None:
-    """Make passes available to later texts."""
+    """Make passes available to later calls."""
     with _FREE_LOCK:
         _FREE.setdefault(model, []).append(graphs)
 
@@ -296,5 +296,5 @@ class CompiledPasses(EagerPasses):
         return self._usual - size if self._compiles(self._usual) else None
 
     def close(self) -> None:
-        """Leave the graphs and their storage to later texts."""
+        """Make the graphs and their storage available to later calls."""
         give_back(self.model, self._graphs)

@@ -23,8 +23,8 @@ HEAD = 0
 INVARIANT_WIDTH, INVARIANT_SLOTS = 8, 64
 """Tokens of each pass with `Plan.invariant`, and the number of which the slots that it attends to are a multiple."""
 
-MOST_AGAIN = 16
-"""Committed tokens that are read again where states cannot discard draft tokens: more widen the passes, fewer move the
+MOST_RECOMPUTED = 16
+"""Committed tokens that are recomputed where states cannot discard draft tokens: more widen the passes, fewer move the
 saved states on more often."""
 
 # Shapes: B rows, Q tokens fed to each, R draft slots, S slots of the cache, H hidden size, F size of the features of a
@@ -46,13 +46,13 @@ class Plan:
     widths: dict[int, int] = field(default_factory=dict)
     """Padded width of a pass by its number of tokens, see `Costs.verify_widths`; used for one row only."""
     longest: int | None = None
-    """Number of tokens of the longest text at its end, see `RollbackCache`."""
+    """Number of tokens of the longest sequence at its end, see `RollbackCache`."""
     compile: bool = False
     """Compile the passes after the prompt; requires `longest`, and `close` at the end."""
     width: int = 0
     """Usual number of tokens of compiled passes, to which narrower ones are padded."""
     invariant: bool = False
-    """Every pass after the prompt has one shape, so that logits do not depend on the place of a token in its pass."""
+    """Every pass after the prompt has one shape, so that logits do not depend on the index of a token in its pass."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,13 +96,13 @@ class Reading:
         return positions_BQ.clamp(max=last) if max(starts) + width - 1 > last else positions_BQ
 
     def slot_positions(self, end: int) -> Tensor:
-        """Return the position in its text of the token in each slot up to `end`, [B, S]."""
+        """Return the position in its sequence of the token in each slot up to `end`, [B, S]."""
         device, rows = self.starts.device, len(self.starts)
         slots_BS = torch.arange(end + self.width, device=device).repeat(rows, 1)  # padding may end after the last slot
         if self.depths_R is not None:
             first_B1 = self.lengths.on_device_B[:, None]
-            places_BR = first_B1 + torch.arange(self.depths_R.shape[-1], device=device)
-            slots_BS.scatter_(1, places_BR, (first_B1 - 1 + self.depths_R).expand(rows, -1))
+            draft_slots_BR = first_B1 + torch.arange(self.depths_R.shape[-1], device=device)
+            slots_BS.scatter_(1, draft_slots_BR, (first_B1 - 1 + self.depths_R).expand(rows, -1))
         return slots_BS[:, :end]
 
 
@@ -151,7 +151,7 @@ class Seen:
         self._during = during
         watched = {} if during else self.modules
         self._hooks = [
-            weakref.finalize(self, module.place(module.hook(self._kept, layer)).remove)
+            weakref.finalize(self, module.register(module.hook(self._kept, layer)).remove)
             for layer, module in watched.items()
         ]
 

@@ -1,13 +1,13 @@
-"""Passes of models with recurrent layers: states are saved at committed tokens, and later tokens are read again.
+"""Passes of models with recurrent layers: states are saved at committed tokens, and later tokens are recomputed.
 
 A recurrent or convolution layer holds its state after the last token that it read, so a discarded draft cannot be
 removed from it. A `Mixer` saves the state at a committed token, and keeps the inputs of the layer since then:
 
-    saved state | committed since, read again | draft ......... |
+    saved state | committed since, recomputed | draft ......... |
 
-Only the mixers read tokens again, and in the same pass as the next draft; attention and feed-forward layers do not.
-After `MOST_AGAIN` tokens, one more pass of the mixer moves the saved state to the last committed token. The inputs of
-committed tokens never change, so the states equal those of a text without drafts.
+Only the mixers recompute tokens, in the same pass as the next draft; attention and feed-forward layers do not.
+After `MOST_RECOMPUTED` tokens, one more pass of the mixer moves the saved state to the last committed token. The inputs
+of committed tokens never change, so the states equal those of a sequence without drafts.
 """
 
 import threading
@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from draftsmith.decode.cache.rollback import RollbackCache
 from draftsmith.decode.passes.eager import EagerPasses
-from draftsmith.decode.passes.plan import MOST_AGAIN, Output, Plan, Reading
+from draftsmith.decode.passes.plan import MOST_RECOMPUTED, Output, Plan, Reading
 from draftsmith.heads.hidden_states import ProcessorInputs
 from draftsmith.heads.model_config import text_config
 from draftsmith.heads.rows import Counts, Rows, rows_of
@@ -44,7 +44,7 @@ Inputs = dict[str, Tensor]
 
 
 class Mixer:
-    """The states of the texts in one mixer of a model.
+    """The states of the sequences in one mixer of a model.
 
     Args:
         cache: the cache in the mixer's arguments, which is replaced by one with the mixer's own states.
@@ -87,9 +87,9 @@ class Mixer:
             self._inputs = {name: torch.cat([self._inputs[name], new], 1) for name, new in inputs.items()}
             self._drafted += width
             return call(self._last, inputs)
-        if not self._drafted and max(self._committed) >= MOST_AGAIN:
-            self._advance(call, self._inputs, [count if count >= MOST_AGAIN else 0 for count in self._committed])
-            self._committed = self._committed.map(lambda count: count * (count < MOST_AGAIN))
+        if not self._drafted and max(self._committed) >= MOST_RECOMPUTED:
+            self._advance(call, self._inputs, [count if count >= MOST_RECOMPUTED else 0 for count in self._committed])
+            self._committed = self._committed.map(lambda count: count * (count < MOST_RECOMPUTED))
         before = self._committed + self._drafted
         self._inputs = {name: _joined(self._inputs.get(name), new, before) for name, new in inputs.items()}
         self._drafted += width
@@ -99,7 +99,7 @@ class Mixer:
         return tree_map(lambda output: _taken(output, before, width), outputs)
 
     def _read_committed(self, call: "MixerCall", inputs: Inputs, width: int, counts: Counts) -> Any:
-        """Read `counts` tokens of each row, after those that are read again, and save the states after them."""
+        """Read `counts` tokens of each row, after the recomputed ones, and save the states after them."""
         before, self._committed = self._committed, _none(counts)
         joined = {name: _joined(self._inputs.get(name), new, before) for name, new in inputs.items()}
         self._inputs = {}
@@ -109,9 +109,9 @@ class Mixer:
     def _read_singly(self, call: "MixerCall", inputs: Inputs, width: int) -> Any:
         """Read draft tokens one by one and keep the states after each."""
         outputs = []
-        for place in range(width):
+        for column in range(width):
             self._steps.append(copied(self._steps[-1] if self._steps else self._saved))
-            outputs.append(call(self._steps[-1], _columns(inputs, place, place + 1)))
+            outputs.append(call(self._steps[-1], _columns(inputs, column, column + 1)))
         return _together(outputs)
 
     def _advance(self, call: "MixerCall", inputs: Inputs, lengths: list[int]) -> Any:
@@ -135,7 +135,7 @@ class Mixer:
         """Read all inputs from `states`, which are updated."""
         if not self._one_by_one or not any(states.has_previous_state.values()):
             return call(states, inputs)
-        return _together([call(states, _columns(inputs, place, place + 1)) for place in range(width)])
+        return _together([call(states, _columns(inputs, column, column + 1)) for column in range(width)])
 
     def keep(self, counts: Counts) -> None:
         """Commit this many draft tokens of each row and discard the others."""
@@ -163,7 +163,7 @@ class Mixer:
 
 
 class RecurrentPasses(EagerPasses):
-    """Passes in which mixers read again the tokens that were committed since their states were saved."""
+    """Passes in which mixers recompute the tokens that were committed since their states were saved."""
 
     rewinds = False
 
@@ -286,7 +286,7 @@ def _joined(old: Tensor | None, new: Tensor, before: Counts) -> Tensor:
         return torch.cat([old[:, : before[0]], new], 1)
     joined = new.new_zeros(new.shape[0], max(before) + new.shape[1], *new.shape[2:])
     joined[:, : max(before)] = old[:, : max(before)]
-    joined[_places(before, new.shape[1])] = new
+    joined[_columns_after(before, new.shape[1])] = new
     return joined
 
 
@@ -294,10 +294,10 @@ def _taken(output: Tensor, before: Counts, width: int) -> Tensor:
     """Return `width` columns of each row after its first `before` ones."""
     if before.equal:
         return output[:, before[0] : before[0] + width]
-    return output[_places(before, width)]
+    return output[_columns_after(before, width)]
 
 
-def _places(before: Counts, width: int) -> tuple[Tensor, Tensor]:
+def _columns_after(before: Counts, width: int) -> tuple[Tensor, Tensor]:
     """Return the indices of `width` columns after the first `before` of each row: [B, 1] and [B, width]."""
     rows_B1 = torch.arange(len(before), device=before.device)[:, None]
     return rows_B1, before.on_device_B[:, None] + torch.arange(width, device=before.device)
@@ -332,7 +332,7 @@ def copied(states: LinearAttentionLayer, rows: list[int] | None = None) -> Linea
     new = copy(states)
     for name, value in vars(states).items():
         if isinstance(value, dict):
-            vars(new)[name] = {place: _copied(one, rows) for place, one in value.items()}
+            vars(new)[name] = {key: _copied(one, rows) for key, one in value.items()}
     return new
 
 
@@ -345,10 +345,10 @@ def _copied(value: Any, rows: list[int] | None) -> Any:
 def _put(states: LinearAttentionLayer, new: LinearAttentionLayer, rows: list[int], count: int) -> None:
     """Replace these rows of `states`, which has `count` rows or is empty, and take over what `new` knows of them."""
     for old, values in ((states.conv_states, new.conv_states), (states.recurrent_states, new.recurrent_states)):
-        for place, value in values.items():
+        for key, value in values.items():
             if value is not None:
-                tensor = old[place]
-                old[place] = tensor = value.new_zeros(count, *value.shape[1:]) if tensor is None else tensor
+                tensor = old[key]
+                old[key] = tensor = value.new_zeros(count, *value.shape[1:]) if tensor is None else tensor
                 for row, own in zip(rows, value, strict=True):
                     tensor[row] = own
     own = {"conv_states": states.conv_states, "recurrent_states": states.recurrent_states}

@@ -1,4 +1,4 @@
-"""Reads texts and their drafts with one model: the slots, depths and masks of passes of every kind."""
+"""Reads sequences and their drafts with one model: the slots, depths and masks of passes of every kind."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.rollback import RollbackCache
 from draftsmith.decode.passes.attention import WITH_ROLLBACK, passes_of, tree, trees
-from draftsmith.decode.passes.eager import EagerPasses, RereadingPasses
+from draftsmith.decode.passes.eager import EagerPasses, RecomputingPasses
 from draftsmith.decode.passes.encoder_decoder import EncoderDecoderPasses
 from draftsmith.decode.passes.graphs import CompiledPasses
 from draftsmith.decode.passes.plan import Output, Plan, Reading
@@ -22,19 +22,19 @@ from draftsmith.heads.rows import Columns, Counts, Rows
 
 
 def passes_for(model: PreTrainedModel, rows: int, plan: Plan) -> EagerPasses:
-    """Return the passes of this kind of model over `rows` texts."""
+    """Return the passes of this kind of model over `rows` sequences."""
     if plan.compile:
         return CompiledPasses(model, rows, plan)
     cache = RollbackCache(model.config, rows, next(model.parameters()).device, plan.longest)
     if passes_of(model) not in WITH_ROLLBACK:  # some leave the cache to count tokens only
-        return RereadingPasses(model, plan, cache)
+        return RecomputingPasses(model, plan, cache)
     if model.config.is_encoder_decoder:
         return EncoderDecoderPasses(model, plan, cache)
     return (RecurrentPasses if is_recurrent(model) else EagerPasses)(model, plan, cache)
 
 
 class ModelRunner:
-    """Runs one model on several texts; the interface is `draftsmith.heads.base.ModelRunner`."""
+    """Runs one model on several sequences; the interface is `draftsmith.heads.base.ModelRunner`."""
 
     def __init__(self, model: PreTrainedModel, rows: int, plan: Plan | None = None) -> None:
         self.model, self._device = model, next(model.parameters()).device
@@ -209,7 +209,7 @@ class ModelRunner:
         self._drafted, self._depths, self._visible = 0, None, None
 
     def rewind(self, lengths: Sequence[int]) -> bool:
-        """Go back to these numbers of tokens of each row; False if the model cannot, or rows were dropped."""
+        """Return to these counts of tokens of each row; False if the model cannot, or rows were dropped."""
         if not self.passes.rewinds or len(lengths) != len(self.lengths):
             return False
         self.passes.cache.lengths = Counts(lengths, self._device)
@@ -217,7 +217,7 @@ class ModelRunner:
         return True
 
     def close(self) -> None:
-        """Leave compiled passes to later texts, and free the cache and the hooks; this runner is not used again."""
+        """Make compiled passes available to later calls, and free cache and hooks; this runner is not used again."""
         self.passes.close()
         # Drafters keep their runner until they start again.
         del self.passes, self.states, self.features_BQF, self._depths, self._visible

@@ -46,10 +46,10 @@ class AdaptiveChain(Policy):
     draft_length: int = 16
     explores: bool = field(default=False, kw_only=True)
     """Draft deeper than is fastest, to learn; see `SpeculativeDecoder.calibrate`."""
-    texts: int = field(default=1, kw_only=True)
-    """Number of texts that are decoded together; `costs` are the share of each."""
+    batch_size: int = field(default=1, kw_only=True)
+    """Number of sequences that are decoded together; `costs` are the share of each."""
     experience: dict[bool, Experience] = field(default_factory=dict, repr=False, kw_only=True)
-    """By whether decoding is greedy. Each text starts with a copy, see `fresh`."""
+    """By whether decoding is greedy. Each sequence starts with a copy, see `fresh`."""
 
     def __post_init__(self) -> None:
         require_counts(self, "draft_length")
@@ -72,8 +72,8 @@ class AdaptiveChain(Policy):
         `retrieved`: drafts may be retrieved, which costs nothing.
         """
         speed, depths = 1 / self.costs.token_seconds(), range(1, self.draft_length + 1)
-        copies = accumulate(PERFECT**depth - speed * self.texts * self._check(depth) for depth in depths)
-        return (retrieved and max(copies) > 0) or self._pays(speed, depths, lambda depth: PERFECT**depth)
+        gains = accumulate(PERFECT**depth - speed * self.batch_size * self._check(depth) for depth in depths)
+        return (retrieved and max(gains) > 0) or self._pays(speed, depths, lambda depth: PERFECT**depth)
 
     @cached_property
     def _seconds(self) -> list[tuple[float, float]]:
@@ -88,7 +88,7 @@ class AdaptiveChain(Policy):
         """Return the seconds that a verification takes longer with a token at this depth."""
         if depth <= self.draft_length:
             return self._seconds[depth - 1][1]
-        return self.costs.verify_seconds(depth + 1) - self.costs.verify_seconds(depth)  # of a longer copy
+        return self.costs.verify_seconds(depth + 1) - self.costs.verify_seconds(depth)  # of a longer retrieved draft
 
     def _pays(self, speed: float, depths: range, rate: Callable[[int], float], *, drafted: bool = False) -> bool:
         """Return whether a draft that ends at some of these depths is worth the seconds of its tokens there.
@@ -130,29 +130,29 @@ class AdaptiveChain(Policy):
         return builder.draft()
 
     def retrieved(self, draft: Draft, *, greedy: bool) -> Draft:
-        # Other texts of a batch seldom have a match in the same round, and are padded to this one's draft.
+        # Other sequences of a batch seldom have a match in the same round, and are padded to the length of this draft.
         experience = self.experience[greedy]
         if not draft.is_chain:
             return draft
-        rate, speed = experience.copied.rate(len(draft)), experience.speed.tokens_per_second
+        rate, speed = experience.retrieved.rate(len(draft)), experience.speed.tokens_per_second
         gain, best, kept = 0.0, max(experience.gain, 0.0), 0
         for depth in range(1, len(draft) + 1):
-            gain += rate**depth - speed * self.texts * self._check(depth)
+            gain += rate**depth - speed * self.batch_size * self._check(depth)
             if gain > best:
                 best, kept = gain, depth
         return draft.keep([*range(kept)])
 
     def observe_retrieved(self, length: int, verified: int, accepted: int, *, greedy: bool) -> None:
         experience = self.experience[greedy]
-        experience.copied.observe(length, verified, accepted)
+        experience.retrieved.observe(length, verified, accepted)
         experience.speed.observe(accepted + 1, self.costs.round_seconds(verified, 0))
 
     def observe(self, builder: "DraftBuilder", draft: Draft, result: "VerifyResult") -> None:
         experience = self.experience[builder.greedy]
         for confidence, overlap in zip(builder.confidence, result.overlap, strict=False):
             experience.accepted.observe(confidence, overlap)
-        for place, survival in enumerate(builder.survival):
-            experience.survival.observe(survival, place + 1, place < result.accepted)
+        for depth, survival in enumerate(builder.survival, 1):
+            experience.survival.observe(survival, depth, depth <= result.accepted)
         seconds = self.costs.round_seconds(len(draft), builder.passes)
         speed = experience.speed.tokens_per_second
         experience.drafted(len(draft), result.accepted - speed * (seconds - self.costs.token_seconds()))

@@ -17,8 +17,8 @@ MEMORY = 0.97
 PATIENCE, MOST_PATIENCE = 4, 64
 """Rounds without a draft after which one token is drafted, to learn; their number doubles while that does not pay."""
 GAINS = 10
-"""Number of rounds that the mean gain of the drafter's drafts is over."""
-COPIED = {True: 0.8, False: 0.5}
+"""Number of rounds over which the mean gain of the drafter's drafts is taken."""
+RETRIEVED = {True: 0.8, False: 0.5}
 """Prior acceptance of retrieved tokens, by whether decoding is greedy; it counts for `PRIOR` tokens."""
 
 
@@ -36,17 +36,17 @@ class Calibration:
 
     def rate(self, confidence: float) -> float:
         """Return the acceptance rate of tokens with this confidence."""
-        place = bisect_right(EDGES, confidence)
-        return self._accepted[place] / self._count[place]
+        index = bisect_right(EDGES, confidence)
+        return self._accepted[index] / self._count[index]
 
     def observe(self, confidence: float, outcome: float) -> None:
         """Add an observation; `outcome` in [0, 1]: whether the token was accepted, or its acceptance probability."""
-        place = bisect_right(EDGES, confidence)
-        self._accepted[place] += outcome
-        self._count[place] += 1
-        if self._count[place] > MOST_COUNTED:
-            self._accepted[place] *= MOST_COUNTED / self._count[place]
-            self._count[place] = MOST_COUNTED
+        index = bisect_right(EDGES, confidence)
+        self._accepted[index] += outcome
+        self._count[index] += 1
+        if self._count[index] > MOST_COUNTED:
+            self._accepted[index] *= MOST_COUNTED / self._count[index]
+            self._count[index] = MOST_COUNTED
 
     @property
     def mean(self) -> float:
@@ -66,7 +66,7 @@ class Survival:
         self._accepted: list[float] = []
         self._expected: list[float] = []
         self._corrections: list[float] | None = []
-        """By depth; None after an observation, until they are computed again."""
+        """By depth; None after an observation, until they are recomputed."""
 
     def rate(self, product: float, depth: int) -> float:
         """Return the corrected probability that a path of `depth` tokens is accepted."""
@@ -92,7 +92,7 @@ class Survival:
         self._expected[depth - 1] = FADING * self._expected[depth - 1] + product
 
 
-class Copied:
+class RetrievedAcceptance:
     """Acceptance rate of retrieved tokens by the length of the draft, which follows from that of the match."""
 
     def __init__(self, prior: float) -> None:
@@ -113,7 +113,7 @@ class Copied:
 
 
 class Speed:
-    """Running lambda: tokens per second over the last rounds, with seconds from `Costs`."""
+    """Tokens per second over the last rounds, with seconds from `Costs`: the lambda of `AdaptiveChain`."""
 
     def __init__(self, costs: Costs, acceptance: float = 0.7) -> None:
         tokens = 1 + 2 * acceptance
@@ -128,7 +128,7 @@ class Speed:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the last rounds, or of rounds without drafts if those are faster: a plan with less is none."""
+        """Of the last rounds, or of rounds without drafts if those are faster: drafting never has to pay for less."""
         return max(self._tokens / self._seconds, 1 / self._plain)
 
 
@@ -144,14 +144,14 @@ class Experience:
         self.accepted = Calibration((lambda c: c**0.5) if greedy else (lambda c: 0.5 + 0.5 * c))
         """Acceptance by confidence: the token's own q when greedy, else the maximum of q."""
         self.survival = Survival()
-        self.copied = Copied(COPIED[greedy])
+        self.retrieved = RetrievedAcceptance(RETRIEVED[greedy])
         self.gain = 0.0
         """Running mean of what a draft of the drafter gained: its accepted tokens, less the tokens of its seconds."""
         self._idle, self._patience = 0, PATIENCE
 
     @property
     def curious(self) -> bool:
-        """Whether enough rounds had no draft to try one."""
+        """Whether so many rounds had no draft that the next one drafts a token, to learn."""
         return self._idle >= self._patience
 
     def drafted(self, tokens: int, gain: float) -> None:
@@ -167,9 +167,9 @@ class Experience:
             self._idle, self._patience = 0, min(2 * self._patience, MOST_PATIENCE)
 
     def ahead(self, survival: float, start: int) -> Callable[[int], float]:
-        """Return the probability that a path is accepted up to a depth; up to `start`, its tokens' rates are known.
+        """Return a function from a depth to the probability that a path is accepted up to there.
 
-        `survival`: the product of these rates; further tokens have the mean rate.
+        `survival`: the product of the acceptance rates of the first `start` tokens; further tokens have the mean rate.
         """
         mean = self.accepted.mean
         return lambda depth: self.survival.rate(survival * mean ** (depth - start), depth)

@@ -16,7 +16,7 @@ MOST = 1024
 
 
 class MostNodes(NamedTuple):
-    """The most nodes of a draft with branches, for which compiled passes have slots; chains end where the text does."""
+    """The most nodes of a draft with branches, for which compiled passes have slots; chains end with their sequence."""
 
     verified: int
     """By the target."""
@@ -32,7 +32,7 @@ class ForecastLayout(NamedTuple):
     threshold: float = 0.0
     """The chain ends before a position where the drafter's confidence is lower."""
     replay: bool = False
-    """Drafts hold chosen tokens beside the text's: the decoder runs along the text."""
+    """Drafts hold chosen tokens that are not the text's: the decoder is run along the text."""
     refused: str = ""
     """Why there is no forecast, as the predicate of a sentence about the policy."""
 
@@ -40,8 +40,8 @@ class ForecastLayout(NamedTuple):
 class Policy:
     """Decides how the draft of a round is built, from earlier rounds and from q before a token is drawn from it.
 
-    A policy is a dataclass, whose fields but `costs` and those that are keyword-only are its settings. Its text is the
-    name and the settings in the form that `policy_named` reads.
+    A policy is a dataclass, whose fields but `costs` and those that are keyword-only are its settings. `str` returns
+    the name and the settings in the form that `policy_named` reads.
     """
 
     name: ClassVar[str]
@@ -62,8 +62,8 @@ class Policy:
 
     def __str__(self) -> str:
         values = ((key, getattr(self, key)) for key in self.settings())
-        texts = (f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in values)
-        return f"{self.name}:{','.join(texts)}"
+        words = (f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in values)
+        return f"{self.name}:{','.join(words)}"
 
     @property
     def fixed_length(self) -> int | None:
@@ -85,14 +85,14 @@ class Policy:
         return MostNodes(0, 0)
 
     def fresh(self) -> Self:
-        """Return a policy for one new text, with the same settings and a copy of what this policy has learned.
+        """Return a policy for one new sequence, with the same settings and a copy of what this policy has learned.
 
-        A text therefore depends on its seed only, not on texts that were decoded before it or in the same batch.
+        A sequence therefore depends on its seed only, not on those that were decoded before it or in the same batch.
         """
         return self
 
     def grow(self, builder: "DraftBuilder") -> Growing:
-        """Build the draft of one text, at most `builder.room` >= 1 levels deep. Not called with a `fixed_length`."""
+        """Build a draft of at most `builder.room` >= 1 levels. Not called where there is a `fixed_length`."""
         raise NotImplementedError
 
     def retrieved(self, draft: Draft, *, greedy: bool) -> Draft:

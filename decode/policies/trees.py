@@ -47,7 +47,7 @@ class BestFirst(Policy):
         candidates: list[tuple[float, int, int]] = []
         """The probability of the path to each token that may be added, its parent and the token: after its parent."""
         nodes: dict[int, int] = {}
-        """The node of each candidate that has been read, by its place."""
+        """The node of each candidate that has been read, by its index."""
         weights, level, best = {ROOT: 1.0}, [ROOT], []
         last = min(self.depth, builder.room)
         for depth in range(1, last + 1):
@@ -55,15 +55,15 @@ class BestFirst(Policy):
             for node, values, tokens in zip(level, look.values, look.tokens, strict=True):
                 pairs = zip(values, tokens, strict=True)
                 candidates += [(weights[node] * q, node, token) for q, token in pairs if q > 0]
-            best = sorted(range(len(candidates)), key=lambda place: (-candidates[place][0], place))[: self.size]
-            added = [place for place in best if builder.depth(candidates[place][1]) + 1 == depth]
+            best = sorted(range(len(candidates)), key=lambda index: (-candidates[index][0], index))[: self.size]
+            added = [index for index in best if builder.depth(candidates[index][1]) + 1 == depth]
             if depth == last or not added:
                 break
-            nodes |= {place: builder.choose(*candidates[place][1:]) for place in added}
-            level = [nodes[place] for place in added]
-            weights |= {nodes[place]: candidates[place][0] for place in added}
+            nodes |= {index: builder.choose(*candidates[index][1:]) for index in added}
+            level = [nodes[index] for index in added]
+            weights |= {nodes[index]: candidates[index][0] for index in added}
         # A child's weight is at most its parent's, so parents are among the best, too.
-        kept = [nodes[place] if place in nodes else builder.choose(*candidates[place][1:]) for place in best]
+        kept = [nodes[index] if index in nodes else builder.choose(*candidates[index][1:]) for index in best]
         return builder.pruned(sorted(kept))
 
 
@@ -94,7 +94,7 @@ class SampledTree(Policy):
     def most_nodes(self) -> MostNodes:
         """Nodes for compiled passes: fewer than 2 * width in a level of different tokens, whose q add up to at most 1.
 
-        Only nodes with width * q above 1/2 have children, and rounding adds at most 1/2 to each of their numbers.
+        Only nodes with width * q above 1/2 have children, and rounding adds at most 1/2 to each of their counts.
         """
         most = 2 * self.width * self.depth
         return MostNodes(most, most)
@@ -109,7 +109,7 @@ class SampledTree(Policy):
             counts = [round(self.width * weight) for _, weight in level]
             look = yield Request(nodes, top=max(counts) if builder.greedy else 0)
             if builder.greedy:
-                children = [_chosen(builder, look, place, count) for place, count in enumerate(counts)]
+                children = [_chosen(builder, look, row, count) for row, count in enumerate(counts)]
             else:
                 children = (yield Request(draw=counts, chances=True)).children
             level = [
@@ -120,7 +120,7 @@ class SampledTree(Policy):
         return builder.draft()
 
 
-def _chosen(builder: "DraftBuilder", look: Look, place: int, count: int) -> list[tuple[int, float]]:
-    """Add the `count` likeliest tokens with any probability as children of a node, and return (child, q) of each."""
-    pairs = zip(look.tokens[place][:count], look.values[place], strict=False)
-    return [(builder.choose(look.nodes[place], token), q) for token, q in pairs if q > 0]
+def _chosen(builder: "DraftBuilder", look: Look, row: int, count: int) -> list[tuple[int, float]]:
+    """Add the `count` likeliest tokens of q > 0 as children of a node, and return (child, q) of each."""
+    pairs = zip(look.tokens[row][:count], look.values[row], strict=False)
+    return [(builder.choose(look.nodes[row], token), q) for token, q in pairs if q > 0]

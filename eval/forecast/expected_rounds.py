@@ -253,7 +253,7 @@ def retrieved(drafter: Drafter, text: TargetText) -> RetrievalStats | None:
         return None
     retrieval = drafter.retrieval if isinstance(drafter, Hybrid) else drafter
     row = SimpleNamespace(source=text.source, tokens=text.tokens[: text.prompt_length])
-    retrieval.start(cast(Context, SimpleNamespace(texts=[row], max_length=text.max_length, hidden=None)))
+    retrieval.start(cast(Context, SimpleNamespace(sequences=[row], max_length=text.max_length, hidden=None)))
     taken, lengths, matches = [], [], []
     for anchor in range(text.anchors):
         end = text.prompt_length + anchor + 1
@@ -331,10 +331,10 @@ def replay(
     for start in range(0, len(texts), together):
         batch = list(texts[start : start + together])
         rows = [_row(number, text) for number, text in enumerate(batch)]
-        known, processors = KnownTarget(target, batch), Processors(sampling, texts=len(rows))
+        known, processors = KnownTarget(target, batch), Processors(sampling, sequences=len(rows))
         with closing(known), closing(DecodeLoop(known, drafter, policy, rows, processors)) as loop:
             loop.prefill()
-            while loop.texts:
+            while loop.sequences:
                 loop.round()
         rounds += [row.rounds for row in rows]
         done(len(rows))

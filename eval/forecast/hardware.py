@@ -61,7 +61,7 @@ class _Fixed(Drafter):
         self._drafted = 0
 
     def retrieve(self, row: int, room: int) -> Draft | None:
-        tokens, first = self.context.texts[row].tokens, self._drafted
+        tokens, first = self.context.sequences[row].tokens, self._drafted
         self._drafted += min(self._draft_length, room)  # other tokens in each round
         return Draft.chain([tokens[index % len(tokens)] for index in range(first, self._drafted)])
 
@@ -273,12 +273,12 @@ class TimedArm:
             most = len(half) + (ROUNDS + 2) * (max(self.draft_length, LENGTHS[-1]) + 2)
             longest = most if target.context_limit is None else min(most, target.context_limit)
             rows.append(DecodeSequence(half, longest, seed + number, source=text.source, number=number))
-        processors, policy = Processors(sampling, texts=len(rows)), self.policy or Chain(max(self.draft_length, 1))
+        processors, policy = Processors(sampling, sequences=len(rows)), self.policy or Chain(max(self.draft_length, 1))
         decoding = DecodeLoop(target, self.drafter, policy, rows, processors, None, widths)
         records = []
         with closing(decoding):
             decoding.prefill()
-            while len(records) <= ROUNDS and len(decoding.texts) == len(rows):
+            while len(records) <= ROUNDS and len(decoding.sequences) == len(rows):
                 has_room = min(row.room for row in rows) >= self.draft_length
                 records.append((decoding.round()[0][2], has_room))
         return [record for record, has_room in records[1:] or records if has_room and self._is_whole(record)]

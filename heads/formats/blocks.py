@@ -63,7 +63,7 @@ AUTOMODEL = ("Qwen3DFlashDraftModel", "Qwen3DFlash2DraftModel")
 PLAIN = {"output_multiplier": 1.0, "input_embedding_scale": 1.0}
 PLAIN |= {"attention_value_scale": 1.0, "final_logit_softcapping": 0.0, "rope_is_neox_style": True}
 PLAIN |= {"conv_kernel_size": None, "selector_rank": None, "use_correction_target_fusion": False}
-"""Keys of flat layouts that change a drafter's numbers, with the values that leave them as here."""
+"""Keys of flat layouts that change a drafter's outputs, with the values that leave them as here."""
 
 
 WALKS = {DFLASH2[0]: "DFlash2DraftModel", LILICORR[0]: "LiLiCorrDraftModel"}
@@ -164,8 +164,8 @@ def _walk_options(published: Published, config: Recorded, body: LlamaConfig, blo
     allowed["lilicorr_hidden_size"] = range(LARGE + 1)
     options = {}
     for key in _walk_keys(config):
-        value, numbers = config.get(key), ("lilicorr_mlp_ratio", "lilicorr_vector_eps", "lilicorr_logit_scale")
-        if key in numbers:
+        value, positive = config.get(key), ("lilicorr_mlp_ratio", "lilicorr_vector_eps", "lilicorr_logit_scale")
+        if key in positive:
             fits = type(value) in (int, float) and 0 < value < LARGE
             options[key] = published.allow(key, value, (value,) if fits else ("a positive number",))
         else:
@@ -174,7 +174,7 @@ def _walk_options(published: Published, config: Recorded, body: LlamaConfig, blo
 
 
 def read_muse_glimmer(published: Published) -> DFlash:
-    """Read transformers' `muse_glimmer_assistant`: DFlash whose windows have one place more on either side."""
+    """Read transformers' `muse_glimmer_assistant`: DFlash whose windows have one position more on either side."""
     config = published.config
     try:
         theirs = AutoConfig.for_model(**config).to_dict()  # with the class's sizes where they are missing

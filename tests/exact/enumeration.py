@@ -329,13 +329,13 @@ class State:
 def played(make: Callable[[], DecodeLoop], rng: BranchingRng, rounds: int | None = None) -> State:
     """Return the state of a new decoder after `rounds` rounds, or at the end."""
     decoding = make()
-    texts = tuple(decoding.texts)
+    texts = tuple(decoding.sequences)
     for place, text in enumerate(texts):
         text.seed = place
     decoding.draws_of = draws_of([rng] * len(texts))
     decoding.prefill()
     done = 0
-    while decoding.texts and done != rounds:
+    while decoding.sequences and done != rounds:
         decoding.round()
         done += 1
     return State(decoding, texts, rng, done)
@@ -378,16 +378,16 @@ def replayed(
     `rounds`: None decodes to the end.
     """
     decoding, rngs = make(len(paths)), [BranchingRng(path) for path in paths]
-    texts = tuple(decoding.texts)
+    texts = tuple(decoding.sequences)
     for place, text in enumerate(texts):
         text.seed = place
     decoding.draws_of = draws_of(rngs)
     decoding.prefill()
     done = 0
-    while decoding.texts and done != rounds:
+    while decoding.sequences and done != rounds:
         decoding.round()
         done += 1
-    rows = {id(text): row for row, text in enumerate(decoding.texts)}
+    rows = {id(text): row for row, text in enumerate(decoding.sequences)}
     for text, rng in zip(texts, rngs, strict=True):
         yield rng, tuple(text.tokens), decoding, rows.get(id(text))
 

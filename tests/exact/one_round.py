@@ -116,7 +116,7 @@ class Round:
         pending: list[tuple[int, ...]] = [()]
         while pending:  # all outcomes that are known so far are texts of one batch
             rngs, texts = [BranchingRng(path) for path in pending], [self._text() for _ in pending]
-            self.drafter.start(SimpleNamespace(texts=texts))
+            self.drafter.start(SimpleNamespace(sequences=texts))
             builders = [DraftBuilder(text, text.room, self.processors) for text in texts]
             draws = None if self.processors.greedy else RowDraws(rngs)
             proposer = Proposer(self.drafter, self.processors)

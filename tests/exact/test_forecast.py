@@ -51,7 +51,7 @@ class Pair:
 
         def arrive(mass: float, counts: Counts, state: State) -> None:
             (tokens,) = state.tokens
-            into = waiting if state.decoding.texts else finished
+            into = waiting if state.decoding.sequences else finished
             before = into.get(tokens, (0.0, np.zeros((3, count)), state))
             into[tokens] = (before[0] + mass, before[1] + counts, *before[2:])
 

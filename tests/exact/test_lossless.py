@@ -187,7 +187,7 @@ class Retrieves(ToyDrafter):
     """Retrieves drafts with the forbidden token and the end before other tokens, after every other text."""
 
     def retrieve(self, row: int, room: int) -> Draft | None:
-        odd = len(self.context.texts[row].tokens) % 2 == 1
+        odd = len(self.context.sequences[row].tokens) % 2 == 1
         return Draft((4, FORBIDDEN, END, END, 3, 0), (ROOT, ROOT, ROOT, 0, 1, 2)) if odd and room >= 2 else None
 
 
@@ -219,7 +219,7 @@ def test_a_text_that_needs_a_token_and_has_none_is_an_error(rule: str | None, po
         loop.draws_of = draws_of([rng])
         try:
             loop.prefill()
-            while loop.texts:
+            while loop.sequences:
                 loop.round()
         except DraftsmithError:
             return (*text.tokens, NOT_DRAWN)
@@ -267,7 +267,7 @@ class Copies(ToyDrafter):
     """Retrieves a chain after every other text."""
 
     def retrieve(self, row: int, room: int) -> Draft | None:
-        odd = len(self.context.texts[row].tokens) % 2 == 1
+        odd = len(self.context.sequences[row].tokens) % 2 == 1
         return Draft.chain([4, 2, 0][:room]) if odd else None
 
 
@@ -336,7 +336,7 @@ def _memory_of(loop: DecodeLoop, row: int) -> Memory:
     features = loop._features
     held = None if features.values_BSF is None else features.values_BSF[row, : features.counts[row]].clone()
     drafter = [_entries(runner, row) for runner in _runners(loop._drafter)]
-    return Memory(len(loop.texts[row].tokens), _entries(loop._target._runner, row), drafter, held)
+    return Memory(len(loop.sequences[row].tokens), _entries(loop._target._runner, row), drafter, held)
 
 
 def _entries(runner: ModelRunner, row: int) -> list[Tensor]:

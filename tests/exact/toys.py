@@ -81,7 +81,7 @@ class ToyDrafter(Drafter):
         self.model, self.independent = model, independent
 
     def begin(self, rows: list[int]) -> Tensor:
-        self._paths: list[list[Tokens]] = [[()] for _ in self.context.texts]
+        self._paths: list[list[Tokens]] = [[()] for _ in self.context.sequences]
         return self._logits()[:, 0]
 
     def extend(self, level: Level) -> Tensor:
@@ -94,7 +94,7 @@ class ToyDrafter(Drafter):
         return self._logits()
 
     def _logits(self) -> Tensor:
-        rows = zip(self.context.texts, self._paths, strict=True)
+        rows = zip(self.context.sequences, self._paths, strict=True)
         return torch.stack(
             [
                 torch.stack([self.model.logits((*text.tokens, *self._seen(path))) for path in paths])

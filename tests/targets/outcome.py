@@ -43,7 +43,7 @@ class NoisyReference(Drafter):
         self.texts, self.branches = texts, branches
 
     def retrieve(self, row: int, room: int) -> Draft:
-        text = self.context.texts[row]
+        text = self.context.sequences[row]
         prompt, own = next((p, t) for p, t in self.texts.items() if self._belongs(text.source, text.tokens, p))
         done = len(text.tokens) - (1 if text.source else len(prompt))
         rng = random.Random(100 * len(prompt) + done)

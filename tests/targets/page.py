@@ -30,7 +30,7 @@ The check depends on the model at hand: another size or option than in the table
 ## Models with recurrent layers, and models without a cache that rolls back
 
 [Recurrent layers](decoding.md#recurrent-layers) read one token after the other, so these models verify chains. Where
-draft tokens cannot be removed from a cache, *each round copies its own cache and reads up to 16 committed tokens again*
+draft tokens cannot be removed from a cache, *each round copies its own cache and recomputes up to 16 committed tokens*
 (RWKV, DeepSeek-V4). A warning says so, since a round may then cost more than the tokens that it saves.
 
 ## Every class

@@ -73,7 +73,7 @@ def test_the_default_policy_in_ragged_batches(kind: str, monkeypatch: pytest.Mon
     options = {"dflash": {"block_size": 4, "layers": [1, 2]}, "mtp": {}, "mtp of 3 modules": {"num_modules": 3}}[kind]
     drafter = HEADS[kind.split()[0]].from_target(target, **options).double().eval()
     costs = Costs({1: 1.0, 2: 1.5, 16: 9.0}, {1: 0.2})  # a draft pays now and then
-    decoder = fastest_decoder(target, drafter, costs=costs, texts=6)
+    decoder = fastest_decoder(target, drafter, costs=costs, batch_size=6)
     found: Counter[bool] = Counter()
     retrieve = Hybrid.retrieve
 
@@ -152,12 +152,12 @@ def test_numbers_of_a_round_are_drawn_for_the_texts_that_are_left(tiny_target: L
     def draws_of(seeds: Counts, lengths: Counts, device: torch.device) -> Draws:
         nonlocal asked
         asked += 1
-        assert seeds.on_device_B.tolist() == list(seeds) == [text.seed for text in loop.texts]
-        assert lengths.on_device_B.tolist() == list(lengths) == [len(text.tokens) for text in loop.texts]
+        assert seeds.on_device_B.tolist() == list(seeds) == [text.seed for text in loop.sequences]
+        assert lengths.on_device_B.tolist() == list(lengths) == [len(text.tokens) for text in loop.sequences]
         return seeded_draws(seeds, lengths, device)
 
     loop.draws_of = draws_of
     loop.prefill()
-    while loop.texts:
+    while loop.sequences:
         loop.round()
     assert asked > 8

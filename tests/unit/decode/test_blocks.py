@@ -111,5 +111,7 @@ def test_chains_of_known_logits_are_those_of_single_tokens(
     monkeypatch.setattr(drafter, "chain_logits", lambda length: None)
     assert ours == texts()
     wrong_1DV = torch.nn.functional.one_hot(torch.tensor([[1] * 4]), 64) * 90.0
-    monkeypatch.setattr(drafter, "chain_logits", lambda n: wrong_1DV[:, :n].expand(len(drafter.context.texts), -1, -1))
+    monkeypatch.setattr(
+        drafter, "chain_logits", lambda n: wrong_1DV[:, :n].expand(len(drafter.context.sequences), -1, -1)
+    )
     assert ours != texts(), "whole chains are drafted from these logits"

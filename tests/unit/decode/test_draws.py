@@ -37,7 +37,7 @@ class Table(Drafter):
     type = "table"
 
     def begin(self, rows: list[int]) -> Tensor:
-        self._seen = torch.tensor([[sum(text.tokens)] for text in self.context.texts])
+        self._seen = torch.tensor([[sum(text.tokens)] for text in self.context.sequences])
         return self._logits()[:, 0]
 
     def extend(self, level: Level) -> Tensor:
@@ -54,7 +54,7 @@ class Table(Drafter):
 
 class Context:
     def __init__(self, texts: list[DecodeSequence]) -> None:
-        self.texts = texts
+        self.sequences = texts
 
 
 class Forbidding(LogitsProcessor):
@@ -78,7 +78,7 @@ def test_chains_on_the_device_are_those_that_the_policy_grows(setting: str) -> N
     prompts = [[3, 1, 4], [1, 5], [2, 6, 5, 3, 5, 8], [7]]
     rooms = Counts([3, 1, 2, 0], torch.device("cpu"))
     texts = [DecodeSequence(prompt, 40, number, number=number) for number, prompt in enumerate(prompts)]
-    processors, drafter = Processors(sampling, extra, texts=len(texts)), Table()
+    processors, drafter = Processors(sampling, extra, sequences=len(texts)), Table()
     drafter.start(Context(texts))
     committed = CommittedTokens(prompts, torch.device("cpu"))
     draws = seeded_draws(range(len(texts)), [len(prompt) for prompt in prompts], torch.device("cpu"))
@@ -126,7 +126,7 @@ def test_texts_of_a_batch_are_those_of_each_alone(
         with torch.inference_mode():
             decoding = DecodeLoop(TransformersTarget(tiny_target), drafter, made, rows, processors, own)
             decoding.prefill()
-            while decoding.texts:
+            while decoding.sequences:
                 decoding.round()
         for record in (record for row in rows for record in row.rounds):
             if policy is not None and policy.startswith("chain") and rule != "typical":

@@ -40,7 +40,7 @@ def test_what_the_fastest_decoder_drafts_with(tiny_target: LlamaForCausalLM) -> 
     assert fastest_decoder(tiny_target, own, costs=PLANNED).drafter is own
     assert fastest_decoder(tiny_target, None).drafter is None
     assert fastest_decoder(tiny_target, PromptLookup()).policy is None
-    pays = {texts: fastest_decoder(tiny_target, drafter, texts=texts, costs=LINEAR).drafter for texts in (1, 8)}
+    pays = {texts: fastest_decoder(tiny_target, drafter, batch_size=texts, costs=LINEAR).drafter for texts in (1, 8)}
     assert pays[1] is not None, "it is tried from time to time"
     assert pays[8] is None
 
@@ -49,7 +49,7 @@ def test_copies_in_a_batch_cost_the_padding_of_all_texts() -> None:
     dear = Costs({1: 1.0, 8: 1.1}, {1: 1.0})
     assert not AdaptiveChain(dear).may_pay(retrieved=False), "a step costs a pass"
     assert AdaptiveChain(dear).may_pay(retrieved=True), "copies cost none"
-    assert not AdaptiveChain(dear, texts=64).may_pay(retrieved=True), "all texts are padded to the one with a match"
+    assert not AdaptiveChain(dear, batch_size=64).may_pay(retrieved=True), "all are padded to the one with a match"
 
 
 def test_costs_are_measured_once_for_models_of_the_same_shapes(
@@ -69,7 +69,9 @@ def test_costs_are_measured_once_for_models_of_the_same_shapes(
     assert stored_costs(tiny_target, DraftModel(make_llama(1))) == Costs.load(file), "measured again"
     heads = stored_costs(tiny_target, Medusa.from_target(tiny_target, num_heads=2))
     assert set(heads.verify[1]) == {1, 2, 3}
-    batches = {texts: stored_costs(tiny_target, DraftModel(make_llama(1)), texts=texts) for texts in (3, 4, 5, 16, 400)}
+    batches = {
+        texts: stored_costs(tiny_target, DraftModel(make_llama(1)), batch_size=texts) for texts in (3, 4, 5, 16, 400)
+    }
     assert batches[3] == batches[4]
     assert batches[16] == batches[400] != batches[5]
     assert len([*(tmp_path / "costs").iterdir()]) == 5

@@ -58,7 +58,7 @@ def test_settings_that_do_not_apply_to_images() -> None:
     with pytest.raises(ConfigError, match="inputs=1; expected one entry for each of the 2 prompts"):
         decoder.generate_batch([ASKED.ids, [3, 4]], inputs=[ASKED.inputs])
     run_with(model, "copied")
-    with pytest.raises(ConfigError, match="inputs with a target that reads tokens again in each round"):
+    with pytest.raises(ConfigError, match="inputs with a target that recomputes tokens in each round"):
         decoder.generate(ASKED.ids, inputs=ASKED.inputs)
     with pytest.raises(ConfigError, match="inputs with an encoder-decoder target; expected prompts without images"):
         SpeculativeDecoder(make_t5(1)).generate([3, 4], inputs=ASKED.inputs)

@@ -131,5 +131,5 @@ def test_a_target_whose_logits_depend_on_the_place_is_refused() -> None:
         output.logits[:, 3:4] *= 1 + 1e-6
 
     target.register_forward_hook(rounded_by_place)
-    with pytest.raises(ConfigError, match="in float32 on cpu: the logits of a token depend on its place"):
+    with pytest.raises(ConfigError, match="in float32 on cpu: the logits of a token depend on its index"):
         SpeculativeDecoder(target, invariant=True)

@@ -27,7 +27,7 @@ from draftsmith.decode.policies import (
     check_policy,
     policy_named,
 )
-from draftsmith.decode.policies.experience import Calibration, Copied
+from draftsmith.decode.policies.experience import Calibration, RetrievedAcceptance
 from draftsmith.decode.profiling import WIDTHS, measure_costs
 from draftsmith.decode.proposer import Proposer
 from draftsmith.decode.sampling import Processors, Sampling
@@ -217,14 +217,14 @@ def test_own_drafts_are_preferred_where_they_gain_more() -> None:
 
 def test_copies_in_a_batch_cost_every_text() -> None:
     costs, found = Costs({1: 1.0, 16: 4.0}, {1: 0.1}), Draft.chain([3, 4])
-    alone, together = (AdaptiveChain(costs, texts=texts).retrieved(found, greedy=True) for texts in (1, 8))
+    alone, together = (AdaptiveChain(costs, batch_size=texts).retrieved(found, greedy=True) for texts in (1, 8))
     assert len(alone) == 2
     assert len(together) == 0, "the other texts are padded to this one's copy"
 
 
 def test_what_policies_learn_fades() -> None:
     """Rates stay within [0, 1], and what was seen last counts more than ten times as many earlier observations."""
-    learned, copied = Calibration(lambda q: q), Copied(0.5)
+    learned, copied = Calibration(lambda q: q), RetrievedAcceptance(0.5)
     for outcome in (1.0, 0.0):
         for _ in range(600 if outcome else 60):
             learned.observe(0.97, outcome)

@@ -17,8 +17,8 @@ from draftsmith.decode.passes import recurrent as recurrent_state
 from draftsmith.decode.passes.attention import passes_of, run_with
 from draftsmith.decode.passes.capability import capability_of
 from draftsmith.decode.passes.checks import TOLERANCE, rollback_gap, why_wrong
-from draftsmith.decode.passes.eager import RereadingPasses
-from draftsmith.decode.passes.plan import MOST_AGAIN, Plan
+from draftsmith.decode.passes.eager import RecomputingPasses
+from draftsmith.decode.passes.plan import MOST_RECOMPUTED, Plan
 from draftsmith.decode.passes.recurrent import Mixer
 from draftsmith.decode.passes.runner import ModelRunner
 from draftsmith.distill.objective import Objective
@@ -81,7 +81,7 @@ def keeps_old_states(self: Mixer, call: Any, inputs: Any, lengths: list[int]) ->
     """Where the saved states move on; prompts are shorter."""
     saved = COPIED(self._saved)
     outputs = ADVANCE(self, call, inputs, lengths)
-    self._saved = saved if max(lengths) >= MOST_AGAIN else self._saved
+    self._saved = saved if max(lengths) >= MOST_RECOMPUTED else self._saved
     return outputs
 
 
@@ -127,7 +127,7 @@ def test_rows_that_leave_a_batch(family: str) -> None:
     """Of three texts two remain, one in another row, while tokens are read again; drafts are read in two passes."""
     model = build(family)
     generator = torch.Generator().manual_seed(3)
-    texts = torch.randint(3, 61, (3, 12 + MOST_AGAIN), generator=generator).tolist()
+    texts = torch.randint(3, 61, (3, 12 + MOST_RECOMPUTED), generator=generator).tolist()
     runner = ModelRunner(model, 3)
     runner.append([text[:length] for text, length in zip(texts, (4, 2, 3), strict=True)])
     runner.tree(
@@ -136,7 +136,7 @@ def test_rows_that_leave_a_batch(family: str) -> None:
     runner.commit([[0], [0, 1], [0]])
     runner.drop([2, 1])
     rows = [texts[2], texts[1]]
-    for _ in range(MOST_AGAIN // 2 + 1):
+    for _ in range(MOST_RECOMPUTED // 2 + 1):
         starts = list(runner.lengths)
         tokens_BQ = torch.tensor([row[start : start + 3] for row, start in zip(rows, starts, strict=True)])
         logits_BQV = torch.cat([runner.line(tokens_BQ[:, :1]), runner.line(tokens_BQ[:, 1:])], 1)
@@ -152,7 +152,7 @@ class Compared(DraftModel):
     compared = 0
 
     def begin(self, rows: list[int]) -> Tensor:
-        self.drafted: list[list[int]] = [[] for _ in self.context.texts]
+        self.drafted: list[list[int]] = [[] for _ in self.context.sequences]
         return self._same(super().begin(rows))
 
     def extend(self, level: Level) -> Tensor:
@@ -161,7 +161,7 @@ class Compared(DraftModel):
         return self._same(super().extend(level)[:, 0])[:, None]
 
     def _same(self, logits_BV: Tensor) -> Tensor:
-        for text, drafted, logits_V in zip(self.context.texts, self.drafted, logits_BV, strict=True):
+        for text, drafted, logits_V in zip(self.context.sequences, self.drafted, logits_BV, strict=True):
             ids = torch.tensor([[*text.tokens, *drafted]])
             expected_V = self.model(input_ids=ids, use_cache=False).logits[0, -1]
             torch.testing.assert_close(logits_V, expected_V, rtol=ROUNDING, atol=ROUNDING)
@@ -252,17 +252,17 @@ def same(cache: Any) -> Any:
     return cache
 
 
-def one_token_late(self: RereadingPasses, inputs: dict[str, Any], end: int, *, moves: bool) -> Any:
+def one_token_late(self: RecomputingPasses, inputs: dict[str, Any], end: int, *, moves: bool) -> Any:
     output = CONTINUE(self, inputs, end, moves=moves)
     self._cached += moves
     return output
 
 
-CONTINUE = RereadingPasses._continue
+CONTINUE = RecomputingPasses._continue
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "mutant"), [(eager, "deepcopy", same), (RereadingPasses, "_continue", one_token_late)]
+    ("owner", "name", "mutant"), [(eager, "deepcopy", same), (RecomputingPasses, "_continue", one_token_late)]
 )
 @torch.inference_mode()
 def test_the_check_notices_wrong_caches(
@@ -282,7 +282,7 @@ def test_few_tokens_are_read_again_and_logits_stay_those_of_plain_passes(family:
     run_with(model, "copied")
     runner, text = ModelRunner(model, 1, Plan(widths={3: 8})), [5, 6, 7, 8, 9]  # padding would be in the cache
     runner.append([text[:-1]])
-    for number in range(2 * MOST_AGAIN):
+    for number in range(2 * MOST_RECOMPUTED):
         draft = [10 + number % 7, 11 + number % 5]
         read: list[int] = []
         embeddings = model.get_input_embeddings()
@@ -296,8 +296,8 @@ def test_few_tokens_are_read_again_and_logits_stay_those_of_plain_passes(family:
         kept = number % 2
         runner.commit([[0, *range(1, 1 + kept)]])
         text += draft[: 1 + kept] if kept else [12]
-    assert len(text) > 3 * MOST_AGAIN
-    assert longest < MOST_AGAIN + 3
+    assert len(text) > 3 * MOST_RECOMPUTED
+    assert longest < MOST_RECOMPUTED + 3
 
 
 @torch.inference_mode()

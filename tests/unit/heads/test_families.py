@@ -237,7 +237,7 @@ def test_beside_retrieval(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def noted(rows: list[int]) -> Tensor:
         logits_BV = begin(rows)
-        said.update({tuple(asked.context.texts[row].tokens): logits_BV[row].clone() for row in rows})
+        said.update({tuple(asked.context.sequences[row].tokens): logits_BV[row].clone() for row in rows})
         return logits_BV
 
     monkeypatch.setattr(asked, "begin", noted)

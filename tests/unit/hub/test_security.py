@@ -143,7 +143,7 @@ LARGE = 10**9
         (_set(OURS, "format", to=2), r"draftsmith\.format=2"),
         (_set(OURS, "type", to="__class__"), "is of type '__class__'; expected one of"),
         (_set(*SIZES, "hidden_size", to="wide"), "cannot be read"),
-        (_set(*SIZES, "hidden_size", to=2**16), "config.json claims 4294967296 numbers or more; expected at most"),
+        (_set(*SIZES, "hidden_size", to=2**16), "config.json claims 4294967296 elements or more; expected at most"),
         (_set(*SIZES, "vocab_size", to=2**16 + 1), "config.json claims vocab_size=65537; expected at most 65536"),
         (_set(*SIZES, "num_layers", to=2**16), r"config.json claims \d+ parameters or more; expected what"),
     ],

@@ -111,7 +111,7 @@ def test_q_of_the_unrolled_states_is_the_decoders(kind: str, target: LlamaForCau
         decoding = DecodeLoop(TransformersTarget(target), drafter, policy, [row], Processors(greedy))
         with torch.inference_mode():
             decoding.prefill()
-            while decoding.texts:
+            while decoding.sequences:
                 decoding.round()
         assert row.tokens == text.tokens
         assert len(policy.seen) > 2 * NEW
