@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from xxhash import xxh3_64
 
 from draftsmith.distill.draft_probabilities import ROWS, at_least_float32, logits_of
-from draftsmith.distill.teacher import Batch, OnlineTeacher, TargetHead, stored_layers
+from draftsmith.distill.teacher import Batch, OnlineTeacher, TargetHead, TargetOutside, stored_layers
 from draftsmith.errors import ConfigError, DraftsmithError, reason_of
 from draftsmith.heads.base import FINAL, TeacherSignals
 from draftsmith.heads.hidden_states import document_numbers
@@ -305,7 +305,7 @@ class CachedTeacher:
 
     def __init__(
         self,
-        teacher: OnlineTeacher,
+        teacher: TargetOutside,
         read: Callable[[Sequence[int]], tuple[Tensor, ...]],
         repair: Callable[[DamagedShard], None] | None = None,
     ) -> None:

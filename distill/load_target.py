@@ -78,12 +78,12 @@ def load_tokenizer(
         return adapter_tokenizer(folder, tokenizer, config, trust_remote_code=trust_remote_code), config
     try:
         gguf = gguf_target.gguf_file(name, revision)
-        source = str(gguf_target.description(gguf)) if gguf else _source(name)
+        source = str(gguf_target.description(gguf)) if gguf else source_of(name)
         return AutoTokenizer.from_pretrained(source, **options), AutoConfig.from_pretrained(source, **options)
     except ConfigError:
         raise
     except Exception as error:  # tokenizers, configs and weights raise errors without a common base
-        raise _unreadable(name, None, error) from error
+        raise unreadable(name, None, error) from error
 
 
 def load_ends(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> frozenset[int]:
@@ -96,7 +96,7 @@ def load_ends(name: str, *, revision: str | None = None, trust_remote_code: bool
         return _with_end(load_ends(base, **options), tokenizer, load_tokenizer(base, **options)[0])
     try:
         gguf = gguf_target.gguf_file(name, revision)
-        source = str(gguf_target.description(gguf)) if gguf else _source(name)
+        source = str(gguf_target.description(gguf)) if gguf else source_of(name)
         at: dict[str, Any] = {} if revision is None else {"revision": revision}
         return eos_tokens(config, GenerationConfig.from_pretrained(source, **at))
     except OSError:  # there is no such file
@@ -154,7 +154,7 @@ def load_processor(name: str, *, revision: str | None = None, trust_remote_code:
     return processor
 
 
-def _source(name: str) -> str:
+def source_of(name: str) -> str:
     """Return the folder or the Hub id from which transformers reads a target that is no GGUF file."""
     return str(embedded_target()) if name == EMBEDDED else str(Path(name).expanduser())
 
@@ -202,13 +202,13 @@ def load_target(
         return LoadedTarget(model, tokenizer, name, revision, stored=base.stored)
     try:
         gguf = gguf_target.gguf_file(name, revision)
-        source = str(gguf_target.model(gguf, DTYPES[dtype])) if gguf else _source(name)
+        source = str(gguf_target.model(gguf, DTYPES[dtype])) if gguf else source_of(name)
         require_whole_model("target", source, revision)
         model, tokenizer, stored = _read(source, dtype, attn_implementation, images, options)
     except ConfigError:
         raise
     except Exception as error:  # tokenizers, configs and weights raise errors without a common base
-        raise _unreadable(name, attn_implementation, error) from error
+        raise unreadable(name, attn_implementation, error) from error
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     _freeze(model, device)
@@ -241,7 +241,7 @@ def decoder_class(config: PreTrainedConfig, images: bool) -> Any:
     return AutoModelForCausalLM if text_alone and not (images and reads_images) else AutoModelForImageTextToText
 
 
-def _unreadable(name: str, attn_implementation: str | None, error: Exception) -> ConfigError:
+def unreadable(name: str, attn_implementation: str | None, error: Exception) -> ConfigError:
     """Return the error for a target that cannot be loaded."""
     if attn_implementation is not None and isinstance(error, (ImportError, ValueError)):
         return ConfigError(

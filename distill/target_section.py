@@ -31,6 +31,17 @@ class TargetSection(Section):
     """Round the matrices of the layers to this type (torchao), for all that the run does with the target. 'float8'
     rounds activations too; it requires dtype 'bfloat16' and a GPU of CUDA capability 8.9."""
 
+    head_from: str | None = None
+    """With teacher.kind='server': another checkpoint of the same model, for its embeddings and lm_head where those of
+    `model` are quantized."""
+
+    def load_without_layers(self, *, device: "torch.device | str") -> "LoadedTarget":
+        """Load what is outside of the target's layers, see distill/layerless.py."""
+        from draftsmith.distill.layerless import load_without_layers
+
+        how: dict[str, Any] = {"revision": self.revision, "dtype": self.dtype, "head_from": self.head_from}
+        return load_without_layers(self.model, device=device, **how)
+
     def load(self, *, device: "torch.device | str | None" = None, images: bool = False) -> "LoadedTarget":
         """Load and freeze the target, whole; arguments and errors as for `load_target`. A placement distributes it."""
         from draftsmith.distill.load_target import load_target

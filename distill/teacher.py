@@ -58,6 +58,14 @@ class Batch:
     """The processor's tensors of each row, where one of them begins with images."""
 
 
+class TargetOutside(Protocol):
+    """The parts of a target outside of its layers, and the layers that a drafter reads, see `Needs.layers`."""
+
+    model: PreTrainedModel
+    lm_head: TargetHead
+    layers: tuple[int, ...]
+
+
 class OnlineTeacher:
     """Run the frozen target without its lm_head: H values a token instead of a row of logits.
 

@@ -44,6 +44,10 @@ class ConfigError(DraftsmithError, ValueError):
         return cls(f"{key}={value!r}; expected {expected}")
 
 
+class EngineLost(DraftsmithError):
+    """No engine computes a teacher's states any more; the run continues from its last checkpoint."""
+
+
 REMOVED = {
     **dict.fromkeys(
         (f"draftsmith forecast {option}" for option in ("--server", "--model", "--context", "--write")),

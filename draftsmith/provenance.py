@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import sys
@@ -43,6 +44,16 @@ def encoding_fingerprint(tokenizer: Any) -> str:
     rules = {"vocabulary": tokenizer.get_vocab()} if backend is None else json.loads(backend.to_str())
     lasting = {key: value for key, value in rules.items() if key not in ("version", "truncation", "padding")}
     return fingerprint([lasting, tokenizer.special_tokens_map])
+
+
+IN_LAYER = re.compile(r"\.\d+\.")
+"""Part of the name of a tensor of a layer, an expert or a module for multi-token prediction."""
+
+
+def outside_fingerprints(model: Any) -> list[str]:
+    """Return `model_fingerprints` of the weights outside of the layers, as of a target that is loaded without them."""
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if not IN_LAYER.search(name)}
+    return [weights_fingerprint(tensors), weights_fingerprint(tensors, float16=True)]
 
 
 def model_fingerprint(model: Any) -> str:

@@ -161,6 +161,20 @@ def acceptance_measure(processors: Processors) -> Measure:
     return measure
 
 
+def overlap_measure(processors: Processors) -> Measure:
+    """Return a measure of log-probabilities of the text's token, of equal argmax, and of sum_v min(p, q)."""
+
+    def measure(rows: ChunkLogits) -> dict[str, Tensor]:
+        p_NV, q_NV = (processors.scores(logits_NV).softmax(-1) for logits_NV in (rows.p_NV, rows.q_NV))
+        own_p_N, own_q_N = (values_NV.gather(1, rows.labels_N[:, None])[:, 0] for values_NV in (p_NV, q_NV))
+        match_N = rows.p_NV.argmax(-1) == rows.q_NV.argmax(-1)
+        overlap_N = match_N.float() if processors.greedy else torch.minimum(p_NV, q_NV).sum(-1)
+        log_p_N = own_p_N.log().clamp_min(LEAST_LOG)
+        return {"log_p": log_p_N, "log_q": own_q_N.log(), "match": match_N.float(), "overlap": overlap_N}
+
+    return measure
+
+
 @torch.inference_mode()
 def agreement(
     target: PreTrainedModel,

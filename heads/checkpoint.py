@@ -46,7 +46,7 @@ from draftsmith.heads.untrusted import (
     shared_vocabulary,
     without_warnings,
 )
-from draftsmith.provenance import model_fingerprints, tokenizer_fingerprint
+from draftsmith.provenance import model_fingerprints, outside_fingerprints, tokenizer_fingerprint
 from draftsmith.storage import apply_umask, write_json
 
 
@@ -91,6 +91,7 @@ def describe_target(
         "hidden_size": config.hidden_size,
         "model_fingerprint": own,
         "float16_fingerprint": in_float16,
+        "outside_fingerprint": outside_fingerprints(model)[0],
         "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer) if tokenizer is not None else None,
     }
 
@@ -342,7 +343,9 @@ def _require_weights(stored: StoredDrafter, name: str | Path, target: PreTrained
     """Raise ConfigError unless a checkpoint that reads hidden states was trained for the target's weights."""
     made_for, reads_states = stored.target, HEADS[stored.type].needs != Needs()
     fingerprints = {made_for.model_fingerprint, made_for.float16_fingerprint}
-    if reads_states and fingerprints.isdisjoint(model_fingerprints(target)):
+    if getattr(target, "draftsmith_layerless", False):
+        fingerprints.add(made_for.outside_fingerprint)
+    if reads_states and fingerprints.isdisjoint([*model_fingerprints(target), *outside_fingerprints(target)]):
         raise ConfigError(
             f"drafter={name} reads the hidden states of {made_for.name}, and the target's weights are different; "
             "expected the target that it was trained on"

@@ -356,6 +356,7 @@ def spread(count: int, depth: int) -> list[int]:
 @torch.no_grad()
 def copy_layers(target: PreTrainedModel, model: PreTrainedModel, layers: list[int]) -> None:
     """Copy the target's weights into `model`, whose layer i becomes the target's layer `layers[i]`."""
+    layer_lists(target)  # raises for a target that was loaded without layers
     prefixes = [f"{name}." for name in layer_lists(model)]
     weights = {}
     for name, value in text_weights(target, model).items():

@@ -248,7 +248,7 @@ def load_all_weights(key: str, name: str | Path, auto: Any, **options: Any) -> P
         ) from error
     for tensor, stored, expected in sorted(info["mismatched_keys"]):
         raise ConfigError(f"{key}={name}: {tensor} has shape {list(stored)}; expected {list(expected)} by its config")
-    missing, others = _missing(model, info["missing_keys"]), sorted(info["unexpected_keys"])
+    missing, others = missing_tensors(model, info["missing_keys"]), sorted(info["unexpected_keys"])
     unread = f"{first_of(others)}, which {type(model).__name__} does not have"
     if missing:
         instead = f", and holds {unread}" if others else ""
@@ -258,7 +258,7 @@ def load_all_weights(key: str, name: str | Path, auto: Any, **options: Any) -> P
     return model
 
 
-def _missing(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+def missing_tensors(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
     """Return the names of tensors that a model cannot do without: all but buffers of indices and masks."""
     made = {name for name, buffer in model.named_buffers() if not buffer.is_floating_point()}
     return sorted(set(names) - made)
@@ -340,6 +340,8 @@ class StoredTarget(BaseModel, frozen=True, strict=True, extra="ignore"):
     model_fingerprint: Text
     float16_fingerprint: Text | None = None
     """Fingerprint of the same weights in float16; see `model_fingerprints`."""
+    outside_fingerprint: Text | None = None
+    """Fingerprint of the weights outside of the layers; see `outside_fingerprints`."""
     tokenizer_fingerprint: Text | None = None
     quality: dict[str, float] | None = None
 

@@ -17,6 +17,8 @@ from draftsmith.train.training_data import TrainingData
 
 TOKENS = 2048
 """Tokens of a batch, the least number that ends it."""
+SERVED_TOKENS = 20_000
+"""Most tokens of which a running engine computes the states for the start."""
 
 
 @torch.no_grad()
@@ -40,7 +42,8 @@ def start_drafter(
     torch.manual_seed(recipe.train.seed)  # block drafters draw the positions that they are trained at
     if not recipe.starts_trained:
         counts_V = token_counts(data.rows.select(range(data.trained)), teacher.lm_head.weight.shape[0])
-        later = islice(_rows(recipe, data, set(recipe.data.exclude_rows)), 1, None)
+        most = SERVED_TOKENS // TOKENS if recipe.teacher.kind == "server" else None
+        later = islice(_rows(recipe, data, set(recipe.data.exclude_rows)), 1, most)
         more = (teacher.signals(batch(rows)) for rows in later)
         fit_start(drafter, signals, frequencies(counts_V).to(signals.hidden_BTH.device), more)
     sizes = input_scales(drafter, signals)

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.config import section_of
+from draftsmith.distill.layerless import has_layers, skeleton
 from draftsmith.distill.load_target import DTYPES, LoadedTarget, decoder_class
 from draftsmith.distill.teacher import OnlineTeacher, measure_flat_rows, require_packable
 from draftsmith.errors import ConfigError
@@ -30,8 +31,9 @@ from draftsmith.provenance import model_fingerprints
 from draftsmith.storage import hold_cache
 from draftsmith.train.launch import RunContext
 from draftsmith.train.optimizers import SCHEDULES
-from draftsmith.train.progress import Console
+from draftsmith.train.progress import Console, in_units
 from draftsmith.train.recipe import Recipe
+from draftsmith.train.recipe_sections import TeacherServerSection
 from draftsmith.train.step import Teacher, autocast
 from draftsmith.train.training_data import TrainingData, prepare_data
 
@@ -41,6 +43,9 @@ def load_frozen_target(context: RunContext) -> LoadedTarget:
     settings, accelerator = context.recipe.target, context.accelerator
     images = context.recipe.data.images is not None
     context.console.say(f"  target: loading {settings.model}")
+    if context.recipe.teacher.kind == "server":
+        with accelerator.main_process_first():
+            return settings.load_without_layers(device=accelerator.device)
     with accelerator.main_process_first():  # a download happens once
         processor = settings.load_processor() if images else None
         loaded = settings.load(device=context.placement.load_to, images=images)
@@ -111,7 +116,8 @@ def new_drafter(recipe: Recipe, target: PreTrainedModel, *, from_files: bool = T
 
 def check_target(recipe: Recipe, model: PreTrainedModel, drafter: TrainableDrafter) -> None:
     """Raise ConfigError for a target or draft model that teacher, objective, packing or co-training do not support."""
-    OnlineTeacher(model, drafter.needs.layers)
+    if has_layers(model):
+        OnlineTeacher(model, drafter.needs.layers)
     draft_model = drafter.language_model
     if draft_model is not None:
         logits_map(draft_model)  # measured while an engine has not sharded it
@@ -161,6 +167,8 @@ def make_teacher(context: RunContext, target: PreTrainedModel, drafter: Drafter,
         ConfigError: for an engine's states that are not the target's.
     """
     recipe, accelerator, console, rows = context.recipe, context.accelerator, context.console, data.rows
+    if recipe.teacher.server is not None:
+        return _served(recipe.teacher.server, recipe, target, drafter, data, console)
     online, settings = OnlineTeacher(target, drafter.needs.layers), recipe.teacher
     if settings.kind == "online":
         return online
@@ -213,6 +221,29 @@ def make_teacher(context: RunContext, target: PreTrainedModel, drafter: Drafter,
     return CachedTeacher(online, cache.read, repair if accelerator.num_processes == 1 else None)
 
 
+def _served(
+    settings: TeacherServerSection,
+    recipe: Recipe,
+    target: PreTrainedModel,
+    drafter: Drafter,
+    data: TrainingData,
+    console: Console,
+) -> Teacher:
+    """Return the teacher whose states running engines compute, after a comparison with their log-probabilities."""
+    from draftsmith.distill.server.states import ServedStates, ServedTeacher, bytes_in_flight, require_room
+
+    states = ServedStates(settings, data.rows, target, drafter.needs.layers, console.say)
+    longest = max(map(len, data.rows["input_ids"]))
+    needed = bytes_in_flight(settings, recipe.train.batch_size, longest, len(states.served), states.hidden_size)
+    require_room(states.folder, needed)
+    difference = states.verify()
+    console.say(
+        f"teacher: states of layers {', '.join(map(str, states.served))} from {', '.join(settings.addresses)}; "
+        f"log-probabilities differ by {difference:.2g} nats (median); up to {in_units(needed)} in {states.folder}"
+    )
+    return ServedTeacher(states)
+
+
 # Shapes: V vocabulary.
 
 
@@ -256,6 +287,8 @@ def say_coverage(counts_V: Tensor, tokens: list[int], console: Console) -> None:
 
 def target_of(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
     """Build a frozen target from its config, in the recipe's dtype."""
+    if recipe.teacher.kind == "server":
+        return skeleton(config, DTYPES[recipe.target.dtype])
     decoder = decoder_class(config, recipe.data.images is not None)
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else decoder
     model = auto.from_config(config, dtype=DTYPES[recipe.target.dtype])

@@ -113,7 +113,8 @@ class Console:
         """Print the metrics of an evaluation, with those of the validation pass if any, in a line."""
         at = " ".join(f"{share:.2f}" for share in result["acceptance_at"])
         end = at if validation is None else f"{at}, validation loss {validation['loss']:.3f}"
-        self.say(f"  step {step}: alpha {result['alpha']:.3f}, tau {result['tau']:.2f}, acceptance by position {end}")
+        of = "estimated alpha" if result.get("estimated") else "alpha"
+        self.say(f"  step {step}: {of} {result['alpha']:.3f}, tau {result['tau']:.2f}, acceptance by position {end}")
 
     @contextmanager
     def bar(self, name: str, steps: int, done: int) -> Iterator[Callable[[dict[str, Any] | None], None]]:

@@ -117,18 +117,43 @@ class Recipe(Section):
         yield size > 1, f"train.sequence_parallel={size}", {**cotrained, **images}, one
 
     def _check_teacher(self) -> None:
-        kind, file = self.teacher.kind, self.teacher.file
+        kind, file, server = self.teacher.kind, self.teacher.file, self.teacher.server
         if self.cotrain is not None and kind != "online":
             raise ConfigError(f"teacher.kind={kind!r} with cotrain; expected 'online': the target changes")
         if kind != "files" and file is not None:
             raise ConfigError(f"teacher.file={file} with teacher.kind={kind!r}; expected 'files'")
         if kind == "files" and file is None:
             raise ConfigError("teacher.kind='files' without teacher.file; expected a folder of hidden states")
+        if kind == "server":
+            if server is None:
+                raise ConfigError("teacher.kind='server' without teacher.server; expected urls and a folder there")
+            self._check_teacher_server()
+        elif server is not None:
+            raise ConfigError(f"teacher.server with teacher.kind={kind!r}; expected 'server'")
         if kind == "files" and not self.data.answered:
             raise ConfigError(
                 "data.response='target' with teacher.kind='files', which has states of given answers; expected 'text', "
                 "and the same conversations in data.prompts"
             )
+
+    def _check_teacher_server(self) -> None:
+        """Raise ConfigError for keys that need the target's layers, which such a run does not load."""
+        data, target = self.data, self.target
+        unanswered = not data.answered and data.server is None
+        without_layers = {
+            "data.response='target' without data.server": (unanswered, "data.server, or 'text'"),
+            f"data.prompts={SELF!r}": (any(it.prompts == SELF for it in data.sources), "a file of prompts"),
+            "data.images": (data.images is not None, "text"),
+            "target.offload": (target.offload, "false: there are no layers"),
+            "target.sharded": (target.sharded, "false: there are no layers"),
+            "target.quantization": (target.quantization is not None, "none: the engine has its own"),
+            "target.trust_remote_code": (target.trust_remote_code, "a class of transformers"),
+            "train.sequence_parallel": (self.train.sequence_parallel > 1, "1"),
+            "data.validation=null": (data.validation is None, "a number of prompts, whose answers show tau"),
+        }
+        for key, (given, instead) in without_layers.items():
+            if given:
+                raise ConfigError(f"{key} with teacher.kind='server'; expected {instead}")
 
     def _check_schedule(self) -> None:
         train = self.train

@@ -3,11 +3,12 @@
 import os
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, field_validator
 
-from draftsmith.config import LARGEST_SEED, Count, Number, Section, no_as_written, no_truth_value
-from draftsmith.distill.data_section import Prompts
+from draftsmith.config import LARGEST_SEED, Count, Number, Section, Whole, no_as_written, no_truth_value
+from draftsmith.distill.data_section import Prompts, require_address
 from draftsmith.distill.losses import LOSSES
+from draftsmith.errors import ConfigError
 from draftsmith.train.optimizers import OPTIMIZERS, SCHEDULES
 
 if TYPE_CHECKING:
@@ -28,10 +29,50 @@ def default_optimizer() -> str:
     return "adamw" if os.environ.get(DEEPSPEED, "false").lower() == "true" else "muon"
 
 
+class TeacherServerSection(Section):
+    urls: str | list[str]
+    """Address of a running vLLM that returns hidden states, such as http://localhost:8000, or a list of them; the
+    command `draftsmith data server RECIPE` prints how to start it."""
+    model: str = "target"
+    """The name under which the servers have the target."""
+    folder: str
+    """Folder into which the servers write states, which this process can read; on one machine in shared memory, such
+    as /dev/shm/states. Files are deleted once they are read."""
+    transfer: Literal["file", "fp8"] = "file"
+    """'file' has states in the server's dtype. 'fp8' has 8 bits a number and a scale a token (hs-connectors)."""
+    in_flight: Count = 8
+    """Requests at a time to each server."""
+    ahead: Count = 2
+    """Steps whose states are requested before they are needed."""
+    timeout_seconds: Annotated[Number, Field(gt=0)] = 120.0
+    """Longest time for the states of one text; it is then requested again, three times in all."""
+    patience_minutes: Annotated[Number, Field(ge=0)] = 30.0
+    """Time without any server after which the run stops."""
+    failures: Annotated[Whole, Field(ge=0)] = 20
+    """Texts without usable states after all requests, before the run stops; they are left out of their steps."""
+
+    @field_validator("urls")
+    @classmethod
+    def _require_addresses(cls, value: str | list[str]) -> str | list[str]:
+        addresses = [value] if isinstance(value, str) else value
+        if not addresses:
+            raise ConfigError("urls is empty; expected at least one address")
+        for address in addresses:
+            require_address("urls", address)
+        return value
+
+    @property
+    def addresses(self) -> list[str]:
+        return [self.urls] if isinstance(self.urls, str) else list(dict.fromkeys(self.urls))
+
+
 class TeacherSection(Section):
-    kind: Literal["online", "cached", "files"] = "online"
+    kind: Literal["online", "cached", "files", "server"] = "online"
     """'online' runs the target in every step. 'cached' runs it over the data once and stores its hidden states on disk,
-    which pays off from the second epoch. 'files' reads hidden states that an engine wrote into the folder `file`."""
+    which pays off from the second epoch. 'files' reads hidden states that an engine wrote into the folder `file`.
+    'server' requests them from a running engine, and loads no layer of the target."""
+    server: TeacherServerSection | None = None
+    """The engine, for 'server'."""
     file: str | None = None
     """For 'files': a folder of vLLM's or speculators' states of the rows of data.prompts (distill/state_files.py)."""
     dtype: Literal["float32", "bfloat16", "float8"] = "bfloat16"

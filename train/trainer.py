@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -14,6 +14,7 @@ from accelerate.utils import broadcast_object_list
 from draftsmith.decode.clock import PartClock
 from draftsmith.distill.cotraining import measure_quality
 from draftsmith.distill.teacher import Batch
+from draftsmith.errors import EngineLost
 from draftsmith.heads.model_config import context_limit, start_token
 from draftsmith.train.checkpoints import fixed_tensors
 from draftsmith.train.engine import reduced
@@ -45,7 +46,17 @@ from draftsmith.train.step import (
     sequence_part,
 )
 from draftsmith.train.training_data import read_images
-from draftsmith.train.validation import early_end, evaluate_drafter, tau_by_source, validate, validation_rows
+from draftsmith.train.validation import (
+    early_end,
+    estimate_acceptance,
+    evaluate_drafter,
+    tau_by_source,
+    validate,
+    validation_rows,
+)
+
+if TYPE_CHECKING:
+    from draftsmith.distill.server.states import ServedStates
 
 
 def train(recipe: Recipe) -> Path:
@@ -92,6 +103,8 @@ def _run(recipe: Recipe, accelerator: Accelerator, folder: Path) -> None:
             raise
         finally:
             run.record.close()
+            if run.served is not None:
+                run.served.close()
         accelerator.wait_for_everyone()  # launchers end all processes when the first one exits
     accelerator.trackers = []
     if accelerator.num_processes > 1:
@@ -124,6 +137,8 @@ class TrainingRun:
         model = self.target.model
         self.excluded = frozenset(recipe.data.exclude_rows)
         self.expect = getattr(self.teacher, "expect", None)  # of teachers that read ahead
+        self.served: ServedStates | None = getattr(self.teacher, "states", None)
+        self.ahead = 1 if self.served is None else self.served.settings.ahead
         self.start_token = start_token(model) if model.config.is_encoder_decoder else None
         self.limit = context_limit(model.config)
         self.read_images = read_images(recipe.data, self.target)
@@ -153,7 +168,11 @@ class TrainingRun:
             if not self.evaluated:
                 self._evaluate(step)
             while step < self.end and stopping.agreed is None:
-                row = self.step(step)
+                try:
+                    row = self.step(step)
+                except EngineLost:
+                    self._checkpoint(step)
+                    raise
                 step += 1
                 self.record.log({"step": step, **row})
                 advance(row)
@@ -183,8 +202,9 @@ class TrainingRun:
         torch.manual_seed(settings.seed * 1_000_003 + step * 1_009 + self.context.text_share[1])
         indices = self._indices(step)
         if self.expect is not None:
-            self.expect([*self._own(indices), *self._own(self._indices(step + 1))])
-        tokens = response_tokens(self.data.rows, indices)
+            later = [self._indices(step + more) for more in range(self.ahead + 1)]
+            self.expect([rows for global_batch in later for rows in self._own(global_batch)])
+        tokens = response_tokens(self.data.rows, indices) if self.served is None else self._served_tokens(indices)
         rate = settings.rate(step, self.end)
         for optimizer in self.engine.optimizers:
             for group in optimizer.param_groups:
@@ -242,6 +262,25 @@ class TrainingRun:
         assert totals is not None, "gradient_accumulation is at least 1"
         return totals
 
+    def _served_tokens(self, indices: list[int]) -> int:
+        """Wait for the engine's states of a global batch, and return its trained tokens without those of lost rows.
+
+        Raises:
+            EngineLost: on all processes, where one of them has no states.
+        """
+        assert self.served is not None
+        own, kept, problem = [row for rows in self._own(indices) for row in rows], list[int](), None
+        try:
+            lost = self.served.missing(own)
+            kept = [row for row in own if row not in lost]
+        except EngineLost as error:
+            problem = error
+        counts = torch.tensor([response_tokens(self.data.rows, kept), int(problem is not None)])
+        tokens, problems = reduced(self.accelerator, counts.to(self.accelerator.device)).tolist()
+        if problems:
+            raise problem or EngineLost("another process has no states from the engine")
+        return max(1, tokens)
+
     def _indices(self, step: int) -> list[int]:
         """Return the rows of the global batch of `step`."""
         settings = self.recipe.train
@@ -256,7 +295,10 @@ class TrainingRun:
     def batch(self, indices: list[int]) -> Batch:
         """Return these rows as a batch on this process's device."""
         device, images = self.accelerator.device, self.read_images
-        return collate(self.data.rows, indices, device, self.start_token, images, limit=self.limit)
+        batch = collate(self.data.rows, indices, device, self.start_token, images, limit=self.limit)
+        lost = [] if self.served is None else self.served.missing(indices)
+        batch.mask_BT[[place for place, row in enumerate(indices) if row in lost]] = False
+        return batch
 
     def _evaluate(self, step: int) -> None:
         """Decode held-out prompts on the main process or its group, and keep the drafter if its tau is the best so far.
@@ -265,6 +307,8 @@ class TrainingRun:
         """
         self.console.doing("evaluating")
         placement, module = self.context.placement, self.engine.module
+        if self.served is not None:
+            self._expect_validation()
         validation = validate(
             self.context,
             module,
@@ -291,6 +335,15 @@ class TrainingRun:
         self.console.doing("")
         self.record.meet()
         self._end_early(step)
+
+    def _expect_validation(self) -> None:
+        """Request the states of this process's validation rows, in the order in which `validate` reads them."""
+        rows, (shares, share) = validation_rows(self.data, self.recipe.data.exclude_rows), self.context.text_share
+        size = self.recipe.train.batch_size // (shares * self.recipe.train.gradient_accumulation)
+        together = shares * size
+        batches = [rows[begin : begin + together] for begin in range(0, len(rows), together)]
+        assert self.served is not None
+        self.served.expect([mine for at_once in batches if (mine := at_once[share * size : (share + 1) * size])])
 
     def _end_early(self, step: int) -> None:
         """Set the run's last step where its evaluations so far say that it can end before the recipe's."""
@@ -319,15 +372,16 @@ class TrainingRun:
             self.console.doing(f"evaluating prompt {next(prompts)} of {len(self.data.heldout)}")
             return self.stopping.received is not None
 
-        result = evaluate_drafter(
-            self.target.model,
-            self.drafter,
-            self.data.heldout,
-            self.recipe.evaluation,
-            self.draft_length,
-            stop=stop,
-            read_images=self.read_images,
-        )
+        drafter, settings, length = self.drafter, self.recipe.evaluation, self.draft_length
+        if self.served is not None:
+            try:
+                result = estimate_acceptance(self.teacher, drafter, self.data, settings, length, self.batch)
+            except EngineLost as error:
+                self.stopping.problem = str(error)
+                return None
+        else:
+            how = {"stop": stop, "read_images": self.read_images}
+            result = evaluate_drafter(self.target.model, drafter, self.data.heldout, settings, length, **how)
         if result is None or not self.accelerator.is_main_process:
             return result
         if self.adapters is not None:

@@ -30,6 +30,7 @@ from draftsmith.distill.dataset import (
 )
 from draftsmith.distill.embedded import embedded_prompts
 from draftsmith.distill.encoded_text import EVERYTHING, without_unknown
+from draftsmith.distill.layerless import has_layers
 from draftsmith.distill.load_target import LoadedTarget
 from draftsmith.distill.mixture import describe, merged, of_source, read_sources
 from draftsmith.distill.packing import pack
@@ -97,7 +98,9 @@ def prepare_data(context: RunContext, target: LoadedTarget) -> TrainingData:
     data, held = recipe.data, recipe.evaluation
     sources, rows, states = _read(context, chat, target)
     labels = [source.label for source in sources]
-    if held.prompts is None and data.prompts != EMBEDDED:
+    if recipe.teacher.kind == "server":
+        heldout, asked = [], labels  # nothing here decodes
+    elif held.prompts is None and data.prompts != EMBEDDED:
         rows, heldout = hold_out(rows, held.count)
         asked = labels
     else:
@@ -220,7 +223,7 @@ def _sampled(context: RunContext, chat: Chat, target: LoadedTarget, examples: Da
     from draftsmith.distill.server.probe import require_served
     from draftsmith.distill.server.responses import ServerSampler, server_samples
 
-    model = None if recipe.target.sharded else target.model
+    model = None if recipe.target.sharded or not has_layers(target.model) else target.model
     check = partial(require_served, target=target.name, model=model)
     identity = fingerprint_of_numbers(target.model)
     asker = ServerSampler(data, chat, seed, context_limit(target.model.config), identity)

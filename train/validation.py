@@ -14,18 +14,19 @@ from transformers import PreTrainedModel
 
 from draftsmith.distill.dataset import HeldOut
 from draftsmith.distill.teacher import Batch
-from draftsmith.heads.base import Drafter
+from draftsmith.heads.base import Drafter, TrainableDrafter
 from draftsmith.metrics import RESAMPLES, acceptance_at, alpha, percentiles, position_counts, ratio, tau
 from draftsmith.terminal import interval
 from draftsmith.train.engine import reduced
 from draftsmith.train.launch import RunContext
 from draftsmith.train.process import Stopping
 from draftsmith.train.recipe_sections import EvaluationSection, TrainSection
-from draftsmith.train.step import Last, ReadImages, StepSums, response_tokens
+from draftsmith.train.step import Last, ReadImages, StepSums, Teacher
 from draftsmith.train.training_data import TrainingData
 
 if TYPE_CHECKING:  # the decoder is imported by the first evaluation
     from draftsmith.decode.sequence import DecodeOutput
+    from draftsmith.eval.teacher_forced import TargetText
 
 # Shapes: K draft positions, E evaluations, P held-out prompts, S resamples of the prompts.
 
@@ -96,6 +97,72 @@ def evaluate_drafter(
     return {name: metric(outputs) for name, metric in METRICS.items()}
 
 
+@torch.no_grad()
+def estimate_acceptance(
+    teacher: Teacher,
+    drafter: TrainableDrafter,
+    data: TrainingData,
+    settings: EvaluationSection,
+    draft_length: int,
+    batch: Callable[[list[int]], Batch],
+) -> dict[str, Any]:
+    """Return `METRICS` that are expected on answers of validation rows; nothing is decoded.
+
+    For a target without layers. The text of a row is its first answer. At temperature 0 a draft token counts as
+    accepted where the drafter's argmax is the target's, at others by the block rule.
+
+    Raises:
+        ConfigError: see `unrollable`.
+    """
+    from draftsmith.decode.sampling import Processors, Sampling
+    from draftsmith.eval.forecast.expected_rounds import block_rule, matched, walk
+    from draftsmith.eval.teacher_forced import agreement_of, overlap_measure, unrollable
+
+    rows = [row for row in range(data.trained, len(data.rows)) if data.rows[row]["spans"]][: settings.count]
+    texts = [_first_answer(data, row) for row in rows]
+    was_training, own = drafter.training, unrollable(drafter.eval(), draft_length, texts)
+    positions = min(draft_length, drafter.max_draft_length or draft_length)
+    measure = overlap_measure(Processors(Sampling(temperature=settings.temperature)))
+    tokens, rounds, overlaps, tested, accepted = (
+        list[int](),
+        list[float](),
+        list[float](),
+        [0.0] * positions,
+        [0.0] * positions,
+    )
+    for row, text in zip(rows, texts, strict=True):
+        one = batch([row])
+        if not one.mask_BT.any() or not text.anchors:
+            continue
+        one.mask_BT[:] = False
+        one.mask_BT[0, text.prompt_length : len(text.tokens) - 1] = True
+        (stats,) = agreement_of(teacher.signals(one), teacher.lm_head, own, [text], positions, measure)
+        greedy = settings.temperature == 0
+        survival_AK = matched(stats["match"] > 0) if greedy else block_rule(stats["log_p"], stats["log_q"])
+        visits_A, tested_K, accepted_K = walk(survival_AK, np.full(text.anchors, positions))
+        tokens.append(text.anchors)
+        rounds.append(float(visits_A.sum()))
+        overlaps += stats["overlap"][:, 0].tolist()
+        tested, accepted = (np.add(total, new) for total, new in ((tested, tested_K), (accepted, accepted_K)))
+    drafter.train(was_training)
+    return {
+        "alpha": alpha(sum(overlaps), len(overlaps)),
+        "tau": tau(tokens, rounds) if rounds else 1.0,
+        "tokens": tokens,
+        "rounds": rounds,
+        "acceptance_at": (np.asarray(accepted) / np.maximum(tested, 1e-9)).tolist(),
+        "estimated": True,
+    }
+
+
+def _first_answer(data: TrainingData, row: int) -> "TargetText":
+    """Return the text of a row up to the end of its first answer."""
+    from draftsmith.eval.teacher_forced import TargetText
+
+    ids, (start, end) = data.rows[row]["input_ids"], data.rows[row]["spans"][0]
+    return TargetText(ids[:end], start, end)
+
+
 def validation_rows(data: TrainingData, excluded: Sequence[int]) -> list[int]:
     """Return the indices of the validation rows, without those that are excluded."""
     return [row for row in range(data.trained, len(data.rows)) if row not in excluded]
@@ -126,6 +193,7 @@ def validate(
     shares, share = context.text_share
     size = settings.batch_size // (shares * settings.gradient_accumulation)
     totals: dict[str, StepSums] = {}
+    tokens = 0
     if not rows:
         return None
     module.eval()
@@ -135,7 +203,9 @@ def validate(
         torch.manual_seed(begin + share)  # block drafters draw the positions that they are trained at
         begin += len(at_once)
         # All processes run the same passes, as sharded weights need; one without rows of its own counts none.
-        sums: StepSums = module(batch(mine or [rows[0]]), step / settings.steps, last)
+        texts = batch(mine or [rows[0]])
+        tokens += int(texts.mask_BT.sum()) if mine else 0
+        sums: StepSums = module(texts, step / settings.steps, last)
         sums = StepSums(*(value if mine else torch.zeros_like(value) for value in sums))
         totals[label] = sums.plus(totals.get(label))
         meet()
@@ -153,8 +223,9 @@ def validate(
         whole = sums.plus(whole)
     assert whole is not None, "there are rows"
     count_K = whole.count_K.clamp_min(1)
+    trained = reduced(context.accelerator, count_K.new_tensor(tokens, dtype=torch.long)).item()
     return {
-        "loss": whole.loss.item() / response_tokens(data.rows, rows),
+        "loss": whole.loss.item() / max(1, trained),
         "alpha": (whole.alpha_K / count_K).tolist(),
         "top1": (whole.match_K / count_K).tolist(),
         **({"alpha_by_source": alpha_by_source} if len(totals) > 1 else {}),

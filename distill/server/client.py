@@ -59,6 +59,7 @@ class ServerClient:
     """A connection to a server, as an async context manager."""
 
     settings: ServerSection
+    retries: int = RETRIES
     _client: Any = field(default=None, init=False)
     _answered: bool = field(default=False, init=False)
     _listing: bool = field(default=False, init=False)
@@ -74,7 +75,7 @@ class ServerClient:
         key = server_key() or "none"
         http = opened(DefaultAsyncHttpxClient, self.url)
         self._client = AsyncOpenAI(
-            base_url=self.url, api_key=key, max_retries=RETRIES, timeout=timeout, http_client=http
+            base_url=self.url, api_key=key, max_retries=self.retries, timeout=timeout, http_client=http
         )
         return self
 

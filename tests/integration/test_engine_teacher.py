@@ -1,0 +1,300 @@
+"""Training on the hidden states of a running engine: the run of an online teacher, faults, restarts and resumption."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from conftest import LETTERS, make_llama
+from safetensors.torch import load_file
+from states_server import StatesEngine, running
+from transformers import LlamaForCausalLM
+
+from draftsmith.errors import ConfigError, DraftsmithError, EngineLost
+from draftsmith.train.launch import make_accelerator
+from draftsmith.train.recipe import Recipe, load_recipe
+from draftsmith.train.run_folder import read_metrics
+from draftsmith.train.step import batch_indices
+from draftsmith.train.trainer import TrainingRun, train
+
+LAYERS = (1, 2)
+DEPTH = 2
+
+
+@pytest.fixture
+def engine(tiny_target: LlamaForCausalLM, tmp_path: Path) -> StatesEngine:
+    (tmp_path / "states").mkdir()
+    return StatesEngine(tiny_target, tmp_path / "states", LAYERS)
+
+
+@pytest.fixture
+def address(engine: StatesEngine) -> Iterator[str]:
+    with running(engine) as address:
+        yield address
+
+
+@pytest.fixture
+def recipe_file(
+    tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_estimate: None
+) -> Path:
+    """EAGLE-3 on given answers."""
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    rows = [{"prompt": LETTERS[i % 20 :][:4], "response": LETTERS[(3 * i) % 26 :][: 5 + i % 9]} for i in range(30)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    train = {"steps": 6, "batch_size": 4, "learning_rate": 3e-3, "mixed_precision": "no", "evaluate_every": 3}
+    recipe = {
+        "name": "tiny",
+        "target": {"model": str(tiny_target_folder)},
+        "drafter": {"type": "eagle3", "layers": list(LAYERS), "train_steps": 3},
+        "data": {"prompts": str(tmp_path / "prompts.jsonl"), "response": "text", "validation": 5},
+        "train": {**train, "checkpoint_every": 2, "optimizer": "adamw", "draft_length": 3},
+        "evaluation": {"count": 4, "max_new_tokens": 8, "prompts": "embedded"},
+    }
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe))
+    return file
+
+
+def recipe_of(file: Path, output: Path, *more: str) -> Recipe:
+    return load_recipe(str(file), [f"output={output}", *more])
+
+
+def served(folder: Path, *addresses: str, **settings: Any) -> list[str]:
+    """Return the overrides of a run whose states come from engines."""
+    values = {"urls": list(addresses), "folder": str(folder), "timeout_seconds": 2, **settings}
+    return ["teacher.kind=server", *(f"teacher.server.{key}={json.dumps(value)}" for key, value in values.items())]
+
+
+def losses_of(folder: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(folder) if "loss" in row]
+
+
+def assert_equal_runs(one: Path, other: Path, **tolerance: float) -> None:
+    torch.testing.assert_close(losses_of(one), losses_of(other), **{"rtol": 1e-5, "atol": 1e-5, **tolerance})
+    weights = (load_file(folder / "drafter" / "model.safetensors") for folder in (one, other))
+    torch.testing.assert_close(*weights, **{"rtol": 1e-4, "atol": 1e-5, **tolerance})
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        ("drafter.draft_vocab_size=20", "train.gradient_accumulation=2"),
+        ("data.pack=true", "data.prompt_tokens=20", "data.response_tokens=20"),
+    ],
+    ids=["plain", "draft vocabulary", "packed"],
+)
+def test_a_run_is_that_of_an_online_teacher(
+    more: tuple[str, ...], recipe_file: Path, engine: StatesEngine, address: str, tmp_path: Path
+) -> None:
+    online = recipe_of(recipe_file, tmp_path / "online", "train.evaluate_every=99", *more)
+    train(online)
+    train(
+        recipe_of(recipe_file, tmp_path / "served", "train.evaluate_every=99", *more, *served(engine.folder, address))
+    )
+    torch.testing.assert_close(losses_of(tmp_path / "served"), losses_of(tmp_path / "online"), rtol=1e-5, atol=1e-5)
+    assert not list(engine.folder.iterdir())
+
+
+def test_faults_are_asked_again(recipe_file: Path, engine: StatesEngine, address: str, tmp_path: Path) -> None:
+    """Each fault hits one text at its first request; nothing of it reaches the loss, and no file stays."""
+    train(recipe_of(recipe_file, tmp_path / "plain", *served(engine.folder, address)))
+    texts = list(dict.fromkeys(engine.asked))[8:]  # those of the comparison before the first step come first
+    faults = ["nan", "other tokens", "other layers", "no path", "torn", "late", 503, "no file"]
+    engine.faults = {text: [fault] for text, fault in zip(texts, faults, strict=False)}
+    train(recipe_of(recipe_file, tmp_path / "faults", *served(engine.folder, address, timeout_seconds=0.5)))
+    assert not any(engine.faults.values()), "every fault was met"
+    assert losses_of(tmp_path / "faults") == losses_of(tmp_path / "plain")
+    assert not list(engine.folder.glob("*.safetensors"))
+
+
+def test_a_lost_row_leaves_its_step(recipe_file: Path, engine: StatesEngine, address: str, tmp_path: Path) -> None:
+    start = [f"start_from={tmp_path / 'first' / 'drafter'}"]  # an untrained one would be fitted to other rows
+    train(recipe_of(recipe_file, tmp_path / "first", "train.steps=2"))
+    whole = run_of(recipe_file, tmp_path / "online", *start)
+    lost, *kept = batch_indices(0, 0, 4, whole.data.trained)
+    tokens = sum(end - start for row in kept for start, end in whole.data.rows[row]["spans"])
+    expected = whole.engine.module(whole.batch(kept), 0.0, whole.last).loss.item() / tokens
+    engine.faults, engine.for_good = {tuple(whole.data.rows[lost]["input_ids"]): ["nan"]}, True
+    train(recipe_of(recipe_file, tmp_path / "served", *start, "train.steps=1", *served(engine.folder, address)))
+    assert losses_of(tmp_path / "served") == pytest.approx([expected], rel=1e-5)
+
+
+def test_too_many_lost_rows_end_the_run_with_a_checkpoint(
+    recipe_file: Path, engine: StatesEngine, address: str, tmp_path: Path
+) -> None:
+    overrides = served(engine.folder, address, failures=0)
+    run = recipe_of(recipe_file, tmp_path / "run", *overrides)
+    train(recipe_of(recipe_file, tmp_path / "plain", *overrides))
+    seen = list(dict.fromkeys(engine.asked))
+    engine.faults, engine.for_good = {seen[-1]: ["nan"]}, True
+    with pytest.raises(
+        EngineLost, match=r"1 rows have no usable states, more than teacher.server.failures=0; .*finite"
+    ):
+        train(run)
+    assert list((tmp_path / "run" / "checkpoints").iterdir())
+    engine.faults = {}
+    train(run)
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "plain")
+
+
+def test_a_restarted_engine_is_waited_for(
+    recipe_file: Path, engine: StatesEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("draftsmith.distill.server.states.AGAIN_SECONDS", 0.2)
+    monkeypatch.setattr("draftsmith.distill.server.states.RETRIES", 0)
+    with running(engine) as address:
+        train(recipe_of(recipe_file, tmp_path / "plain", *served(engine.folder, address)))
+    count, port = len(engine.asked), int(address.rpartition(":")[2])
+    engine.asked.clear()
+    stopped, back = threading.Event(), threading.Event()
+
+    def serve() -> None:
+        with running(engine, port):
+            while len(engine.asked) < count // 2:
+                stopped.wait(0.01)
+        stopped.set()
+        back.wait(1.0)
+        with running(engine, port):
+            done.wait()
+
+    done = threading.Event()
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        train(recipe_of(recipe_file, tmp_path / "run", *served(engine.folder, address)))
+    finally:
+        done.set()
+        stopped.set()
+        thread.join()
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "plain")
+    assert "asking it again later" in capsys.readouterr().err
+
+
+def test_without_an_engine_the_run_ends_after_its_patience(
+    recipe_file: Path, engine: StatesEngine, address: str, tmp_path: Path
+) -> None:
+    run = run_of(recipe_file, tmp_path / "run", *served(engine.folder, address, patience_minutes=0.002))
+    assert run.served is not None
+    for server in run.served._servers:
+        server.down_until = float("inf")
+    run.served._alive -= 1
+    with pytest.raises(DraftsmithError, match="no server answers for"):
+        run.train()
+
+
+def run_of(file: Path, output: Path, *more: str) -> TrainingRun:
+    recipe = recipe_of(file, output, *more)
+    output.mkdir(parents=True, exist_ok=True)
+    return TrainingRun(recipe, make_accelerator(recipe, output), output)
+
+
+def test_two_engines_share_the_requests(recipe_file: Path, engine: StatesEngine, address: str, tmp_path: Path) -> None:
+    other = StatesEngine(engine.target, engine.folder, LAYERS)
+    train(recipe_of(recipe_file, tmp_path / "plain", *served(engine.folder, address)))
+    engine.asked.clear()
+    with running(other) as second:
+        train(recipe_of(recipe_file, tmp_path / "both", *served(engine.folder, address, second, in_flight=1)))
+    assert engine.asked
+    assert other.asked
+    assert losses_of(tmp_path / "both") == losses_of(tmp_path / "plain")
+
+
+def test_a_killed_run_continues(
+    recipe_file: Path, engine: StatesEngine, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = served(engine.folder, address)
+    train(recipe_of(recipe_file, tmp_path / "whole", *overrides))
+    step = TrainingRun.step
+
+    def killed(run: TrainingRun, at: int) -> dict[str, Any]:
+        if at == 3:
+            raise KeyboardInterrupt
+        return step(run, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingRun, "step", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(recipe_of(recipe_file, tmp_path / "run", *overrides))
+    train(recipe_of(recipe_file, tmp_path / "run", *overrides))
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "whole")
+    assert not list(engine.folder.iterdir())
+
+
+def test_evaluations_are_estimates_that_choose_the_best_drafter(
+    recipe_file: Path, engine: StatesEngine, address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(recipe_of(recipe_file, tmp_path / "run", *served(engine.folder, address)))
+    evaluations = [row["evaluation"] for row in read_metrics(tmp_path / "run") if "evaluation" in row]
+    assert [row["estimated"] for row in evaluations] == [True] * 3
+    assert all(1 <= row["tau"] <= 4 for row in evaluations)
+    said = capsys.readouterr().err
+    assert "estimated alpha" in said
+    finished = json.loads((tmp_path / "run" / "finished.json").read_text())
+    assert finished["best_tau"] == max(row["tau"] for row in evaluations)
+
+
+@pytest.mark.parametrize(
+    ("fault", "overrides", "message"),
+    [
+        ("weights", [], "nats from the server's"),
+        ("layers", [], "the engine was started with other layers than [1, 2]"),
+        ("context", [], "max_model_len=9, and the longest text has"),
+        ("no connector", [], "the engine has no connector for hidden states"),
+        ("", ['teacher.server.folder="/nowhere"'], "teacher.server.folder='/nowhere'; expected a folder"),
+        ("", ['teacher.server.model="other"'], "does not serve other; expected one of target"),
+        ("", ["target.offload=true"], "target.offload with teacher.kind='server'"),
+        ("", ["data.validation=null"], "data.validation=null with teacher.kind='server'"),
+        ("", ["data.response=target"], "expected data.server, or 'text'"),
+        ("", ["teacher.kind=online"], "teacher.server with teacher.kind='online'; expected 'server'"),
+        ("", ["drafter={type: draft_model, init: target_layers}"], "no list of 2 layers to copy from"),
+    ],
+)
+def test_bad_input_is_one_line_before_the_first_step(
+    fault: str, overrides: list[str], message: str, recipe_file: Path, engine: StatesEngine, tmp_path: Path
+) -> None:
+    if fault == "weights":
+        engine.target = other_target()
+    if fault == "layers":
+        engine.layers = (2,)
+    if fault == "context":
+        engine.context = 9
+    if fault == "no connector":
+        engine.faults = NoPath()
+    with running(engine) as address, pytest.raises(ConfigError) as refused:
+        train(recipe_of(recipe_file, tmp_path / "run", *served(engine.folder, address), *overrides))
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+class NoPath(dict[tuple[int, ...], list[Any]]):
+    def get(self, *_: Any) -> list[Any]:
+        return ["no path"]
+
+
+def other_target() -> LlamaForCausalLM:
+    other = make_llama()
+    with torch.no_grad():
+        other.lm_head.weight.add_(torch.randn_like(other.lm_head.weight) * 3)
+    return other
+
+
+def test_a_file_outside_of_the_folder_is_neither_read_nor_deleted(
+    recipe_file: Path, engine: StatesEngine, tmp_path: Path
+) -> None:
+    outside = tmp_path / "cmpl-1.safetensors"
+    outside.write_bytes(b"x")
+    answer = engine.answer
+
+    def elsewhere(body: dict[str, Any], fault: Any) -> dict[str, Any]:
+        return {**answer(body, fault), "kv_transfer_params": {"hidden_states_path": str(outside)}}
+
+    engine.answer = elsewhere  # pyright: ignore[reportAttributeAccessIssue]
+    with running(engine) as address, pytest.raises(ConfigError, match=r"which is no file of teacher.server.folder"):
+        train(recipe_of(recipe_file, tmp_path / "run", *served(engine.folder, address)))
+    assert outside.exists()

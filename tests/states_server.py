@@ -1,0 +1,137 @@
+"""A server on the loopback that returns hidden states as vLLM's connector for files does, and fails on request.
+
+POST /v1/completions {prompt: tokens} ──▶ {kv_transfer_params: {hidden_states_path}}; the file is locked until written
+"""
+
+import fcntl
+import json
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+FAULTS = ("nan", "other tokens", "other layers", "no file", "no path", "torn", "late", 503, 400)
+
+
+@dataclass
+class StatesEngine:
+    """A target that writes the states of `layers` into `folder`."""
+
+    target: PreTrainedModel
+    folder: Path
+    layers: Sequence[int]
+    context: int = 4096
+    faults: dict[tuple[int, ...], list[Any]] = field(default_factory=dict)
+    """Faults of the next answers to a prompt; the last one stays if it is repeated with `for_good`."""
+    for_good: bool = False
+    asked: list[tuple[int, ...]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def fault_of(self, prompt: tuple[int, ...]) -> Any:
+        with self.lock:
+            self.asked.append(prompt)
+            faults = self.faults.get(prompt, [])
+            if not faults:
+                return None
+            return faults[0] if self.for_good else faults.pop(0)
+
+    @torch.no_grad()
+    def states(self, prompt: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the states [T, S, H] and the log-probabilities [T - 1] of the prompt's tokens after the first."""
+        with self.lock:  # hooks of an OnlineTeacher on the same model are not meant for threads
+            ids = torch.tensor([list(prompt)])
+            states: list[torch.Tensor] = []
+            decoder = self.target.model
+            hooks = [layer.register_forward_hook(lambda _m, _a, out: states.append(out)) for layer in decoder.layers]
+            try:
+                logits = self.target(ids, use_cache=False).logits
+            finally:
+                for hook in hooks:
+                    hook.remove()
+        every = [self.target.get_input_embeddings()(ids), *(it if torch.is_tensor(it) else it[0] for it in states)]
+        told = logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        return torch.stack([every[layer][0] for layer in sorted(set(self.layers))], 1), told
+
+    def answer(self, body: dict[str, Any], fault: Any) -> dict[str, Any]:
+        prompt = body["prompt"]
+        states, told = self.states(prompt)
+        path = self.folder / f"cmpl-{uuid.uuid4()}-0.safetensors"
+        if fault == "nan":
+            states[0, 0, 0] = torch.nan
+        if fault == "other layers":
+            states = states[:, :-1]
+        tokens = torch.tensor(prompt) + (1 if fault == "other tokens" else 0)
+        if fault == "late":
+            threading.Thread(target=self._write_late, args=(path, tokens, states), daemon=True).start()
+        elif fault == "torn":
+            path.write_bytes(b"\x10\x00\x00\x00")
+        elif fault not in ("no file", "no path"):
+            save_file({"token_ids": tokens, "hidden_states": states.contiguous()}, path)
+        choice: dict[str, Any] = {"text": "x"}
+        if "prompt_logprobs" in body:
+            shown = zip(prompt[1:], told.tolist(), strict=True)
+            choice["prompt_logprobs"] = [None, *({str(token): {"logprob": value}} for token, value in shown)]
+        params = {} if fault == "no path" else {"kv_transfer_params": {"hidden_states_path": str(path)}}
+        return {"choices": [choice], **params}
+
+    def _write_late(self, path: Path, tokens: torch.Tensor, states: torch.Tensor) -> None:
+        with path.with_name(f"{path.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            time.sleep(0.05)
+            save_file({"token_ids": tokens, "hidden_states": states.contiguous()}, path)
+
+
+@contextmanager
+def running(engine: StatesEngine, port: int = 0) -> Iterator[str]:
+    """Serve until the end of the block; yields the address."""
+
+    closed = threading.Event()  # connections stay open after the server has ended
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
+
+        def do_GET(self) -> None:
+            self._send(200, {"data": [{"id": "target", "max_model_len": engine.context}]})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if closed.is_set():
+                self.close_connection = True
+                return
+            fault = engine.fault_of(tuple(body["prompt"]))
+            if isinstance(fault, int):
+                self._send(fault, {"error": {"message": "a fault"}})
+            else:
+                self._send(200, engine.answer(body, fault))
+
+        def _send(self, status: int, payload: dict[str, Any]) -> None:
+            content = json.dumps(payload).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        closed.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()
