@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.distill import gguf_target
 from draftsmith.distill.embedded import embedded_target
+from draftsmith.distill.layerless import load_without_layers
 from draftsmith.distill.load_target import DTYPES, LoadedTarget, load_target, load_tokenizer
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import Drafter, TrainableDrafter
@@ -197,7 +198,11 @@ def export_to(
     _, stored = read_config(folder, drafter)
     check_export(format, None if stored is None else stored.type, dtype, out)
     dtype = dtype or stored_dtype(folder) or "float32"
-    loaded = _load_target(target, dtype, revision, trust_remote_code)
+    recipe = {} if stored is None else stored.recipe or {}
+    if recipe.get("teacher", {}).get("kind") == "server":  # only an engine can hold its layers
+        loaded = load_without_layers(target, revision=revision, dtype="float32" if dtype == "float16" else dtype)
+    else:
+        loaded = _load_target(target, dtype, revision, trust_remote_code)
     served = target if format == "gguf" else gguf_target.plain_folder(loaded.model) or target
     return export_drafter(
         load_drafter(name, loaded.model, loaded.tokenizer),

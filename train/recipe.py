@@ -71,6 +71,19 @@ class Recipe(Section):
     tracker: Literal["none", "wandb", "tensorboard"] = "none"
     """wandb runs offline unless WANDB_API_KEY is set."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _engine_answers(cls, values: Any) -> Any:
+        """Let the first engine of the teacher write the answers where the recipe names no other server."""
+        teacher, data = (dict(values.get(name) or {}) for name in ("teacher", "data"))
+        server = teacher.get("server")
+        given = data.get("server") is not None or data.get("response") == "text"
+        if teacher.get("kind") != "server" or not isinstance(server, dict) or given or not server.get("urls"):
+            return values
+        urls = server["urls"]
+        first = {"url": urls if isinstance(urls, str) else urls[0], "model": server.get("model", "target")}
+        return {**values, "data": {**data, "server": first}}
+
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
         """Raise ConfigError for keys that exclude each other, whatever the machine."""
@@ -139,9 +152,7 @@ class Recipe(Section):
     def _check_teacher_server(self) -> None:
         """Raise ConfigError for keys that need the target's layers, which such a run does not load."""
         data, target = self.data, self.target
-        unanswered = not data.answered and data.server is None
         without_layers = {
-            "data.response='target' without data.server": (unanswered, "data.server, or 'text'"),
             f"data.prompts={SELF!r}": (any(it.prompts == SELF for it in data.sources), "a file of prompts"),
             "data.images": (data.images is not None, "text"),
             "target.offload": (target.offload, "false: there are no layers"),

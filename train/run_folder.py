@@ -271,6 +271,9 @@ def finish(folder: Path, summary: dict[str, Any]) -> None:
 def eval_command(recipe: Recipe) -> str:
     """Return the command that measures the recipe's drafter, where needed with a place for held-out prompts."""
     target, folder, prompts = recipe.target, Path(recipe.output), recipe.evaluation.prompts
+    if recipe.teacher.kind == "server":  # the target fits an engine alone
+        to = ["--target", target.model, "--format", "vllm", "--out", str(folder / "vllm")]
+        return shlex.join(["draftsmith", "export", str(folder / DRAFTER), *to])
     prompts = prompts if isinstance(prompts, str) and prompts != SELF else "HELDOUT"
     given = {
         "--prompts": None if (target.model == EMBEDDED and prompts == "HELDOUT") or prompts == EMBEDDED else prompts,

@@ -8,13 +8,16 @@ output becomes the final state by the target's last norm. hs-connectors reads th
 
 import asyncio
 import fcntl
+import json
 import os
+import shlex
 import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,13 +49,14 @@ POLL_SECONDS = 0.005
 AGAIN_SECONDS = 10.0
 """Time after which a server that was down is asked again."""
 SAY_SECONDS = 60.0
-OLD_SECONDS = 600.0
-"""Age of files that an earlier run has left: those of a run beside this one are read before."""
-FILES = ("cmpl-*.safetensors", "cmpl-*.safetensors.lock")
+OLD_SECONDS = 10.0
+"""Age of files that nobody reads: those of an earlier run, and of answers, whose states the engine writes, too."""
+FILES = ("cmpl-*.safetensors*", "chatcmpl-*.safetensors*")
 """Names of the files that vLLM's connectors write, by the request's id."""
 COMPARED_TEXTS, COMPARED_TOKENS = 8, 128
 TOLERANCE = 0.1
 """Largest median difference in nats between the server's log-probabilities and those of its states."""
+FP8_MODULE = "hs_connectors.fp8_hidden_states_connector"
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, SafetensorError)
 
 
@@ -109,10 +113,7 @@ class ServedStates:
         settings, self.folder = self.settings, Path(self.settings.folder).expanduser().resolve()
         self.lm_head = cast(TargetHead, logits_head(self.model))  # modules are typed loosely
         _require_folder(self.folder, settings.folder)
-        for pattern in FILES:
-            for file in self.folder.glob(pattern):
-                if time.time() - file.stat().st_mtime > OLD_SECONDS:
-                    file.unlink(missing_ok=True)
+        _sweep(self.folder)
         self.served = sorted({*stored_layers(self.layers), depth_of(self.model)})
         self._transfer = _transfer(settings.transfer, self.folder)
         self._packed = "documents" in self.rows.column_names
@@ -418,6 +419,37 @@ async def _written(path: Path) -> None:
             os.close(handle)
 
 
+def _sweep(folder: Path, age: float = OLD_SECONDS) -> None:
+    """Delete the files of engines that are older than `age` seconds."""
+    for file in [file for pattern in FILES for file in folder.glob(pattern)]:
+        with suppress(OSError):  # another process may delete it, too
+            if time.time() - file.stat().st_mtime > age:
+                file.unlink()
+
+
+@contextmanager
+def swept(settings: Settings | None) -> Iterator[None]:
+    """Delete the states that an engine writes of answers, which nobody reads, inside the context."""
+    if settings is None:
+        yield
+        return
+    folder, done = Path(settings.folder).expanduser().resolve(), threading.Event()
+    _require_folder(folder, settings.folder)
+
+    def sweep() -> None:
+        while not done.wait(OLD_SECONDS / 2):
+            _sweep(folder)
+
+    thread = threading.Thread(target=sweep, name="states of answers", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        _sweep(folder, age=0.0)
+
+
 def _require_folder(folder: Path, given: str) -> None:
     if not folder.is_dir() or not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         raise ConfigError.of("teacher.server.folder", given, "a folder that this process reads and writes")
@@ -429,6 +461,28 @@ def _transfer(kind: str, folder: Path) -> Any:
     from hs_connectors import FileTransfer, FP8Transfer
 
     return {"file": FileTransfer, "fp8": FP8Transfer}[kind](folder)
+
+
+def engine_command(
+    settings: Settings, model: str, revision: str | None, dtype: str, layers: list[int], longest: int
+) -> str:
+    """Return the command that starts vLLM for a run; `layers`: the ids whose outputs it returns."""
+    extract = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
+    shown = {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers}}
+    connector = {"kv_connector": "ExampleHiddenStatesConnector"}
+    if settings.transfer == "fp8":
+        connector = {"kv_connector": "FP8HiddenStatesConnector", "kv_connector_module_path": FP8_MODULE}
+    folder = {"kv_connector_extra_config": {"shared_storage_path": settings.folder}}
+    options: dict[str, Any] = {
+        "served-model-name": settings.model,
+        "revision": revision,
+        "dtype": dtype,
+        "max-model-len": longest + 1,
+        "speculative-config": json.dumps({**extract, "draft_model_config": shown}),
+        "kv-transfer-config": json.dumps({**connector, "kv_role": "kv_producer", **folder}),
+    }
+    words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
+    return shlex.join(["vllm", "serve", model, *words])
 
 
 def bytes_in_flight(settings: Settings, batch_rows: int, tokens: int, layers: int, hidden_size: int) -> int:

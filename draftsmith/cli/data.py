@@ -70,6 +70,19 @@ def _suggest_recipe(target: str, prompts: Prompts | Path, response: str, data: d
     suggest("draftsmith", "memory", "draft_model/any_prompts", *words, to_stderr=True)
 
 
+@data_app.command(name="server")
+def data_server(
+    recipe: Annotated[str, typer.Argument(help="A YAML file, or a shipped recipe with teacher.kind=server.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, which override the file.")] = None,
+) -> None:
+    """Print the command that starts the engine whose hidden states a recipe trains on."""
+    checked = checked_recipe(recipe, overrides, read_prompts=False)
+    from draftsmith.train.data_commands import engine_command_of
+
+    typer.echo(engine_command_of(checked))
+    suggest("draftsmith", "train", recipe, *overrides or (), to_stderr=True)
+
+
 @data_app.command(name="prepare")
 def data_prepare(
     recipe: Annotated[str, typer.Argument(help="A YAML file, or a shipped recipe.")],

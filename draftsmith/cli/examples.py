@@ -19,6 +19,7 @@ EXAMPLES = {
         "prompts.jsonl --target Qwen/Qwen3-8B --out answers.jsonl --server http://localhost:8000 --model qwen",
     ),
     "data prepare": ("quickstart/mtp", "eagle3/any_prompts data.prompts=prompts.jsonl"),
+    "data server": ("gpt-oss-120b/eagle3_server", "qwen3-30b-a3b/eagle3_server teacher.server.folder=/mnt/states"),
     "eval": (
         "--target embedded --drafter runs/quickstart/mtp --drafter suffix",
         "--target embedded --drafter mine=runs/mine --prompts heldout.jsonl --gamma 3 --gamma 5",

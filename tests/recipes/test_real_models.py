@@ -10,6 +10,7 @@ import pytest
 import yaml
 from commands import printed, write_prompts
 from conftest import mostly_slow
+from states_server import StatesEngine, running
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
 from draftsmith import SpeculativeDecoder, load_drafter
@@ -21,12 +22,14 @@ from draftsmith.train.recipe import load_recipe, shipped_recipes
 from draftsmith.train.run_folder import read_metrics
 
 SHAPES: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "architectures.yaml").read_text())
-REAL = [name for name in shipped_recipes() if load_recipe(name).target.model != "embedded"]
+EVERY = [name for name in shipped_recipes() if load_recipe(name).target.model != "embedded"]
+SERVED = [name for name in EVERY if load_recipe(name).teacher.kind == "server"]
+REAL = [name for name in EVERY if name not in SERVED]
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "head_dim": 8, "vocab_size": 64}
 SMALL |= {"n_embd": 32, "n_layer": 6, "n_head": 4, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2}
 SMALL |= {"max_position_embeddings": 256, "n_positions": 256, "num_heads": 4, "query_pre_attn_scalar": 8}
 SMALL |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4)
-SMALL |= {"num_experts_per_tok": 2, "n_shared_experts": 1}
+SMALL |= {"num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 SMALL |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "kv_lora_rank": 8, "v_head_dim": 8}
 SMALL |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 SMALL |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "global_head_dim": 16, "num_kv_shared_layers": 0}
@@ -89,6 +92,44 @@ def test_a_recipe_trains_on_a_small_model_of_the_kind(
     drafter = load_drafter(out / "drafter", loaded.model, loaded.tokenizer)
     decoder = SpeculativeDecoder(loaded.model, drafter)
     assert len(decoder.generate([5, 6, 7], max_new_tokens=12, eos_token_id=None).tokens) == 12
+
+
+@pytest.mark.usefixtures("without_estimate")
+@pytest.mark.parametrize("name", mostly_slow(SERVED, "gpt-oss-120b/eagle3_server"))
+def test_a_recipe_with_an_engine_trains_on_a_small_model_of_the_kind(
+    name: str, tmp_path: Path, tiny_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    tiny_tokenizer.chat_template = TEMPLATE + "{% if thinking is defined or reasoning_effort is defined %}{% endif %}"
+    target = small_model(SHAPES[load_recipe(name).target.model], tmp_path / "target", tiny_tokenizer)
+    (tmp_path / "states").mkdir()
+    rows = [{"prompt": "abcdefgh"[i % 5 :] + "ab"[i % 2], "response": "hgfedcba"[i % 3 :]} for i in range(24)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    small = [f"output={tmp_path / 'run'}", f"target.model={target}", f"data.prompts={tmp_path / 'prompts.jsonl'}"]
+    small += [
+        "data.response=text",
+        "data.response_tokens=16",
+        "data.prompt_tokens=48",
+        "train.steps=2",
+        "data.validation=2",
+    ]
+    small += ["train.batch_size=4", "drafter.draft_vocab_size=40", f"teacher.server.folder={tmp_path / 'states'}"]
+    with pytest.raises(SystemExit):
+        command(["data", "server", name, *small])
+    printed = capsys.readouterr().out
+    layers = json.loads(re.search(r"layer_ids\": (\[[^]]*\])", printed)[1])  # pyright: ignore[reportOptionalSubscript]
+    assert layers[-1] == 6
+    assert "--max-model-len 65 " in printed
+    with running(StatesEngine(load_target(str(target)).model, tmp_path / "states", layers)) as address:  # pyright: ignore
+        assert main([name, *small, f"teacher.server.urls={address}", "target.dtype=float32"]) == 0
+    assert [row["step"] for row in read_metrics(tmp_path / "run") if "loss" in row] == [1, 2]
+    card = re.search(r"# Hardware: one GPU of (\d+) GB beside the engine: (\S+) GiB", shipped_recipes()[name])
+    assert card is not None
+    recipe = load_recipe(name)
+    estimate = estimate_memory(recipe, AutoConfig.for_model(**SHAPES[recipe.target.model]), bf16=True, accelerated=True)
+    assert estimate.announced / 2**30 == pytest.approx(float(card[2]), abs=0.06)
+    assert recipe.unread_answers == 0
 
 
 @pytest.mark.parametrize("name", REAL)
