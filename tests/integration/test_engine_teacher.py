@@ -1,6 +1,10 @@
 """Training on the hidden states of a running engine: the run of an online teacher, faults, restarts and resumption."""
 
 import json
+import os
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,6 +71,17 @@ def served(folder: Path, *addresses: str, **settings: Any) -> list[str]:
     """Return the overrides of a run whose states come from engines."""
     values = {"urls": list(addresses), "folder": str(folder), "timeout_seconds": 2, **settings}
     return ["teacher.kind=server", *(f"teacher.server.{key}={json.dumps(value)}" for key, value in values.items())]
+
+
+def launched(recipe: Path, *overrides: str, processes: int) -> subprocess.CompletedProcess[str]:
+    """Run a recipe in several processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    launch = ["--multi_gpu", "--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no"]
+    launch += ["--dynamo_backend", "no", "--main_process_port", port, "-m", "draftsmith.train"]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *launch, str(recipe), *overrides]
+    return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
 
 
 def losses_of(folder: Path) -> list[float]:
@@ -203,6 +218,26 @@ def test_two_engines_share_the_requests(recipe_file: Path, engine: StatesEngine,
     assert engine.asked
     assert other.asked
     assert losses_of(tmp_path / "both") == losses_of(tmp_path / "plain")
+
+
+@pytest.mark.slow
+def test_two_processes_request_rows_of_their_own(
+    recipe_file: Path, engine: StatesEngine, address: str, tmp_path: Path
+) -> None:
+    """Two engines and two processes give the losses of one process, also where one of them loses a row."""
+    other = StatesEngine(engine.target, engine.folder, LAYERS)
+    alone = recipe_of(recipe_file, tmp_path / "alone", *served(engine.folder, address))
+    run = run_of(recipe_file, tmp_path / "rows", *served(engine.folder, address))
+    lost = tuple(run.data.rows[batch_indices(0, 3, 4, run.data.trained)[0]]["input_ids"])
+    for one in (engine, other):
+        one.faults, one.for_good = {lost: ["nan"]}, True
+    train(alone)
+    with running(other) as second:
+        overrides = [f"output={tmp_path / 'both'}", *served(engine.folder, address, second)]
+        ended = launched(recipe_file, *overrides, processes=2)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    torch.testing.assert_close(losses_of(tmp_path / "both"), losses_of(tmp_path / "alone"), rtol=1e-5, atol=1e-5)
+    assert not list(engine.folder.iterdir())
 
 
 def test_a_killed_run_continues(
