@@ -285,7 +285,6 @@ def test_evaluations_are_estimates_that_choose_the_best_drafter(
         ("", ['teacher.server.model="other"'], "does not serve other; expected one of target"),
         ("", ["target.offload=true"], "target.offload with teacher.kind='server'"),
         ("", ["data.validation=null"], "data.validation=null with teacher.kind='server'"),
-        ("", ["data.response=target"], "expected data.server, or 'text'"),
         ("", ["teacher.kind=online"], "teacher.server with teacher.kind='online'; expected 'server'"),
         ("", ["drafter={type: draft_model, init: target_layers}"], "no list of 2 layers to copy from"),
     ],

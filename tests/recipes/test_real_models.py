@@ -115,12 +115,10 @@ def test_a_recipe_with_an_engine_trains_on_a_small_model_of_the_kind(
         "data.validation=2",
     ]
     small += ["train.batch_size=4", "drafter.draft_vocab_size=40", f"teacher.server.folder={tmp_path / 'states'}"]
-    with pytest.raises(SystemExit):
-        command(["data", "server", name, *small])
-    printed = capsys.readouterr().out
-    layers = json.loads(re.search(r"layer_ids\": (\[[^]]*\])", printed)[1])  # pyright: ignore[reportOptionalSubscript]
+    _, shown, _ = printed(capsys, "data", "server", name, *small)
+    layers = json.loads(re.search(r"layer_ids\": (\[[^]]*\])", shown)[1])  # pyright: ignore[reportOptionalSubscript]
     assert layers[-1] == 6
-    assert "--max-model-len 65 " in printed
+    assert "--max-model-len 65 " in shown
     with running(StatesEngine(load_target(str(target)).model, tmp_path / "states", layers)) as address:  # pyright: ignore
         assert main([name, *small, f"teacher.server.urls={address}", "target.dtype=float32"]) == 0
     assert [row["step"] for row in read_metrics(tmp_path / "run") if "loss" in row] == [1, 2]
