@@ -75,7 +75,7 @@ def engine_command_of(recipe: Recipe) -> str:
     Raises:
         ConfigError: for a recipe with another teacher, or a drafter that does not fit the target.
     """
-    from draftsmith.distill.server.states import engine_command
+    from draftsmith.distill.server.state_folder import engine_command
     from draftsmith.train.estimate.fake_run import starting_point, without_data
 
     server = recipe.teacher.server

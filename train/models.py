@@ -230,7 +230,8 @@ def _served(
     console: Console,
 ) -> Teacher:
     """Return the teacher whose states running engines compute, after a comparison with their log-probabilities."""
-    from draftsmith.distill.server.states import ServedStates, ServedTeacher, bytes_in_flight, require_room
+    from draftsmith.distill.server.state_folder import bytes_in_flight, require_room
+    from draftsmith.distill.server.states import ServedStates, ServedTeacher
 
     states = ServedStates(settings, data.rows, target, drafter.needs.layers, console.say)
     longest = max(map(len, data.rows["input_ids"]))

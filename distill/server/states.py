@@ -7,21 +7,14 @@ output becomes the final state by the target's last norm. hs-connectors reads th
 """
 
 import asyncio
-import fcntl
-import json
-import os
-import shlex
-import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from datasets import Dataset
@@ -33,6 +26,7 @@ from draftsmith.distill.data_section import server_section
 from draftsmith.distill.hidden_state_cache import CachedTeacher
 from draftsmith.distill.layerless import depth_of, finish_of
 from draftsmith.distill.server.client import BadAnswer, RequestFailed, ServerClient, ServerUnusable
+from draftsmith.distill.server.state_folder import Settings, require_folder, sweep, transfer_of, written
 from draftsmith.distill.teacher import TargetHead, stored_layers
 from draftsmith.errors import ConfigError, EngineLost, reason_of
 from draftsmith.heads.lm_head import logits_head
@@ -44,36 +38,13 @@ ATTEMPTS = 3
 """Requests for the states of one text."""
 RETRIES = 2
 """Retries of a lost connection, before the server counts as down."""
-POLL_SECONDS = 0.005
-"""Time between two looks at the lock of a file that the engine has not written yet."""
 AGAIN_SECONDS = 10.0
 """Time after which a server that was down is asked again."""
 SAY_SECONDS = 60.0
-OLD_SECONDS = 10.0
-"""Age of files that nobody reads: those of an earlier run, and of answers, whose states the engine writes, too."""
-FILES = ("cmpl-*.safetensors*", "chatcmpl-*.safetensors*")
-"""Names of the files that vLLM's connectors write, by the request's id."""
 COMPARED_TEXTS, COMPARED_TOKENS = 8, 128
 TOLERANCE = 0.1
 """Largest median difference in nats between the server's log-probabilities and those of its states."""
-FP8_MODULE = "hs_connectors.fp8_hidden_states_connector"
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, SafetensorError)
-
-
-class Settings(Protocol):
-    """Section `teacher.server` of a recipe."""
-
-    model: str
-    folder: str
-    transfer: Any
-    in_flight: int
-    ahead: int
-    timeout_seconds: float
-    patience_minutes: float
-    failures: int
-
-    @property
-    def addresses(self) -> list[str]: ...
 
 
 @dataclass(eq=False)
@@ -112,10 +83,10 @@ class ServedStates:
     def __post_init__(self) -> None:
         settings, self.folder = self.settings, Path(self.settings.folder).expanduser().resolve()
         self.lm_head = cast(TargetHead, logits_head(self.model))  # modules are typed loosely
-        _require_folder(self.folder, settings.folder)
-        _sweep(self.folder)
+        require_folder(self.folder, settings.folder)
+        sweep(self.folder)
         self.served = sorted({*stored_layers(self.layers), depth_of(self.model)})
-        self._transfer = _transfer(settings.transfer, self.folder)
+        self._transfer = transfer_of(settings.transfer, self.folder)
         self._packed = "documents" in self.rows.column_names
         self._wanted: deque[int] = deque()
         self._pending: dict[int, Future[list[Tensor] | None]] = {}
@@ -309,7 +280,7 @@ class ServedStates:
     async def _read(self, path: Path, ids: list[int]) -> Tensor:
         """Return the states of a file once it is written [T, S, H]; BadAnswer for those of other tokens or shapes."""
         async with asyncio.timeout(self.settings.timeout_seconds):
-            await _written(path)
+            await written(path)
         sample = await asyncio.to_thread(self._transfer.get_generated, {"hidden_states_path": str(path)})
         if sample is None:
             raise BadAnswer(f"no file {path.name}")
@@ -396,105 +367,3 @@ class ServedTeacher(CachedTeacher):
     def expect(self, order: Iterable[Sequence[int]]) -> None:
         """Request the states of the rows that `signals` will be called with next."""
         self.states.expect(order)
-
-
-async def _written(path: Path) -> None:
-    """Wait until the engine has released the lock of a file."""
-    lock = path.with_name(f"{path.name}.lock")
-    while True:
-        try:
-            handle = os.open(lock, os.O_RDWR)
-        except FileNotFoundError:
-            if path.exists():
-                return
-            await asyncio.sleep(POLL_SECONDS)
-            continue
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            lock.unlink(missing_ok=True)
-            return
-        except BlockingIOError:
-            await asyncio.sleep(POLL_SECONDS)
-        finally:
-            os.close(handle)
-
-
-def _sweep(folder: Path, age: float = OLD_SECONDS) -> None:
-    """Delete the files of engines that are older than `age` seconds."""
-    for file in [file for pattern in FILES for file in folder.glob(pattern)]:
-        with suppress(OSError):  # another process may delete it, too
-            if time.time() - file.stat().st_mtime > age:
-                file.unlink()
-
-
-@contextmanager
-def swept(settings: Settings | None) -> Iterator[None]:
-    """Delete the states that an engine writes of answers, which nobody reads, inside the context."""
-    if settings is None:
-        yield
-        return
-    folder, done = Path(settings.folder).expanduser().resolve(), threading.Event()
-    _require_folder(folder, settings.folder)
-
-    def sweep() -> None:
-        while not done.wait(OLD_SECONDS / 2):
-            _sweep(folder)
-
-    thread = threading.Thread(target=sweep, name="states of answers", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        _sweep(folder, age=0.0)
-
-
-def _require_folder(folder: Path, given: str) -> None:
-    if not folder.is_dir() or not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError.of("teacher.server.folder", given, "a folder that this process reads and writes")
-
-
-def _transfer(kind: str, folder: Path) -> Any:
-    if find_spec("hs_connectors") is None:
-        raise ConfigError("teacher.kind='server' needs hs-connectors; expected: pip install 'draftsmith[engine]'")
-    from hs_connectors import FileTransfer, FP8Transfer
-
-    return {"file": FileTransfer, "fp8": FP8Transfer}[kind](folder)
-
-
-def engine_command(
-    settings: Settings, model: str, revision: str | None, dtype: str, layers: list[int], longest: int
-) -> str:
-    """Return the command that starts vLLM for a run; `layers`: the ids whose outputs it returns."""
-    extract = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
-    shown = {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers}}
-    connector = {"kv_connector": "ExampleHiddenStatesConnector"}
-    if settings.transfer == "fp8":
-        connector = {"kv_connector": "FP8HiddenStatesConnector", "kv_connector_module_path": FP8_MODULE}
-    folder = {"kv_connector_extra_config": {"shared_storage_path": settings.folder}}
-    options: dict[str, Any] = {
-        "served-model-name": settings.model,
-        "revision": revision,
-        "dtype": dtype,
-        "max-model-len": longest + 1,
-        "speculative-config": json.dumps({**extract, "draft_model_config": shown}),
-        "kv-transfer-config": json.dumps({**connector, "kv_role": "kv_producer", **folder}),
-    }
-    words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
-    return shlex.join(["vllm", "serve", model, *words])
-
-
-def bytes_in_flight(settings: Settings, batch_rows: int, tokens: int, layers: int, hidden_size: int) -> int:
-    """Return the most bytes of states that are in the folder at a time, in 16 bits (8 with fp8)."""
-    return batch_rows * (settings.ahead + 1) * tokens * layers * hidden_size * (1 if settings.transfer == "fp8" else 2)
-
-
-def require_room(folder: Path, needed: int) -> None:
-    """Raise ConfigError where a folder has less room than the states in flight take."""
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise ConfigError(
-            f"teacher.server.folder={folder}: {free / 2**30:.1f} GiB are free, and states in flight take up to "
-            f"{needed / 2**30:.1f} GiB; expected more room, or less of teacher.server.ahead or train.batch_size"
-        )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.distill.server.states import bytes_in_flight, engine_command, require_room, swept
+from draftsmith.distill.server.state_folder import bytes_in_flight, engine_command, require_room, swept
 from draftsmith.errors import ConfigError
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.recipe_sections import TeacherServerSection
@@ -42,10 +42,11 @@ def test_states_of_answers_are_deleted_and_other_files_are_not(tmp_path: Path) -
     settings = TeacherServerSection(urls="http://localhost:8000", folder=str(tmp_path))
     kept = [tmp_path / name for name in ("model.safetensors", "cmpl-notes.txt")]
     states = [tmp_path / f"{name}.safetensors" for name in ("cmpl-1", "chatcmpl-2")]
+    old = time.time() - 60
     with swept(settings):
         for file in (*kept, *states):
             file.write_bytes(b"x")
-            os.utime(file, (time.time() - 60,) * 2)
+            os.utime(file, (old, old))
     assert sorted(tmp_path.iterdir()) == sorted(kept)
 
 
