@@ -244,7 +244,7 @@ def test_the_scan_of_a_draft_is_not_padded_to_a_whole_chunk() -> None:
 
 
 def test_a_model_that_reads_again_is_named_in_a_warning() -> None:
-    with pytest.warns(UserWarning, match="model_type='rwkv': each round copies its own cache and reads up to 16 com"):
+    with pytest.warns(UserWarning, match="model_type='rwkv': each round copies its own cache and recomputes up to 16"):
         SpeculativeDecoder(build("rwkv"))
 
 

@@ -698,7 +698,7 @@ def test_tokens_as_they_were_sampled_are_taken_as_they_are(tiny_tokenizer: PreTr
     assert shown(tiny_tokenizer, other[0].input_ids) == "abcd."
     for tokens, spans in (([9, 63, 8], [[1, 3]]), ([9, 8, 95], [[1, 2]]), ([9, 70, 95], [])):  # 64 to 95 are padding
         given = conversation("f:1", {**row, "input_ids": tokens, "spans": [[1, 3]]})
-        padded = Chat(tiny_tokenizer, vocab_size=96).encode(given, 9)
+        padded = samples_of(Chat(tiny_tokenizer, vocab_size=96), given, 9)
         masked = sum(token > 63 for token in tokens)
         assert padded == ([EncodedText(tokens, spans, masked)] if spans else [])
     for token, size in ((64, None), (96, 96), (-1, 96)):
