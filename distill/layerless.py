@@ -4,6 +4,7 @@ An engine computes the layers. transformers' own class is built with no layers, 
 model's own; of a sharded checkpoint only the files that hold these tensors are opened, or downloaded from the Hub.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -48,12 +49,14 @@ def load_without_layers(
     dtype: str = "float32",
     device: torch.device | str = "cpu",
     head_from: str | None = None,
+    modules: bool = False,
 ) -> LoadedTarget:
     """Return a frozen target that has no layers; arguments as for `load_target`.
 
     Args:
         head_from: another checkpoint of the same model, of which the tensors outside the layers are read, where those
             of `name` are quantized.
+        modules: also download the files with the target's own modules for multi-token prediction.
 
     Raises:
         ConfigError: for a target that is not found or cannot be read, of a class that transformers does not have, or
@@ -76,6 +79,9 @@ def load_without_layers(
             check_target_name(head_from)
             tensors = _outside_layers(source_of(head_from), None, f"target.head_from={head_from}")
         model = _built(f"target={head_from or name}", config, tensors, DTYPES[dtype])
+        model.config._name_or_path = source  # where the target's own modules are read from
+        if modules:
+            _download_modules(source, revision, depth_of(model))
         with suppress(OSError):  # there is no such file
             model.generation_config = GenerationConfig.from_pretrained(source, **options)
     except ConfigError:
@@ -121,6 +127,20 @@ def _outside_layers(source: str, revision: str | None, subject: str) -> dict[str
             "an lm_head in 16 bits or more: name a checkpoint of the same model that has them in target.head_from"
         )
     return tensors
+
+
+def _download_modules(source: str, revision: str | None, depth: int) -> None:
+    """Download the files of a repository that hold modules after its layers."""
+    index = _file(source, INDEX, revision)
+    weight_map = {} if index is None else read_json(index)["weight_map"]
+    for shard in {shard for name, shard in weight_map.items() if _is_module(name, depth)}:
+        _file(source, shard, revision)
+
+
+def _is_module(name: str, depth: int) -> bool:
+    """Return whether a tensor is of a module: layers after the last one, or under a name of their own."""
+    number = re.search(r"\.layers\.(\d+)\.", name)
+    return "mtp" in name or (number is not None and int(number[1]) >= depth)
 
 
 def _names(file: Any) -> list[str]:

@@ -35,12 +35,12 @@ class TargetSection(Section):
     """With teacher.kind='server': another checkpoint of the same model, for its embeddings and lm_head where those of
     `model` are quantized."""
 
-    def load_without_layers(self, *, device: "torch.device | str") -> "LoadedTarget":
+    def load_without_layers(self, *, device: "torch.device | str", modules: bool = False) -> "LoadedTarget":
         """Load what is outside of the target's layers, see distill/layerless.py."""
         from draftsmith.distill.layerless import load_without_layers
 
         how: dict[str, Any] = {"revision": self.revision, "dtype": self.dtype, "head_from": self.head_from}
-        return load_without_layers(self.model, device=device, **how)
+        return load_without_layers(self.model, device=device, modules=modules, **how)
 
     def load(self, *, device: "torch.device | str | None" = None, images: bool = False) -> "LoadedTarget":
         """Load and freeze the target, whole; arguments and errors as for `load_target`. A placement distributes it."""

@@ -45,7 +45,8 @@ def load_frozen_target(context: RunContext) -> LoadedTarget:
     context.console.say(f"  target: loading {settings.model}")
     if context.recipe.teacher.kind == "server":
         with accelerator.main_process_first():
-            return settings.load_without_layers(device=accelerator.device)
+            native = context.recipe.drafter.start == "trained"
+            return settings.load_without_layers(device=accelerator.device, modules=native)
     with accelerator.main_process_first():  # a download happens once
         processor = settings.load_processor() if images else None
         loaded = settings.load(device=context.placement.load_to, images=images)

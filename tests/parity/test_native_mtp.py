@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 from transformers.modeling_layers import MtpModel
 
 from draftsmith import ConfigError, load_drafter
+from draftsmith.distill.layerless import load_without_layers
 from draftsmith.heads.base import TeacherSignals, TrainableDrafter
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.heads.layers import layer_config
@@ -204,6 +205,16 @@ def test_only_files_with_the_module_are_written(tmp_path: Path) -> None:
     listed = export_drafter(few, target, "native", tmp_path / "few", target_name="org/target")
     assert listed.tensors == result.tensors
     assert any("full lm_head" in note for note in listed.serving.notes)
+
+
+@pytest.mark.parametrize("name", ["MiMo", "DeepSeek's names"])
+def test_a_target_without_layers_has_its_own_module(name: str, tmp_path: Path, tiny_tokenizer: Any) -> None:
+    target, _ = make_target(name, tmp_path / "t")
+    tiny_tokenizer.save_pretrained(tmp_path / "t")
+    bare = load_without_layers(str(tmp_path / "t"), modules=True).model
+    expected, found = (Mtp.from_target(it, init="native").state_dict() for it in (target, bare))
+    assert found
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_import_saves_the_targets_own_module(tmp_path: Path, tiny_tokenizer: Any) -> None:
