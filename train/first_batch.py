@@ -4,6 +4,9 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast, broadcast_object_list
+from torch import Tensor
 
 from draftsmith.distill.teacher import Batch
 from draftsmith.heads.base import TeacherSignals, TrainableDrafter
@@ -49,6 +52,20 @@ def start_drafter(
     sizes = input_scales(drafter, signals)
     drafter.train()
     return sizes
+
+
+@torch.no_grad()
+def start_once(accelerator: Accelerator, drafter: TrainableDrafter, start: Callable[[], Sizes]) -> Sizes:
+    """Return what `start` returns in the first process, and copy its drafter: an engine computes the states once."""
+    if accelerator.num_processes == 1:
+        return start()
+    sizes = start() if accelerator.is_main_process else {}
+    named = dict(drafter.named_parameters())
+    names: dict[Tensor, str] = {weight: name for name, weight in named.items()}
+    (by_name,) = broadcast_object_list([{names[weight]: scales for weight, scales in sizes.items()}])
+    for tensor in drafter.state_dict().values():
+        tensor.copy_(broadcast(tensor))
+    return {named[name]: scales for name, scales in by_name.items()}
 
 
 def _signals(

@@ -4,6 +4,7 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,7 +19,7 @@ from draftsmith.errors import EngineLost
 from draftsmith.heads.model_config import context_limit, start_token
 from draftsmith.train.checkpoints import fixed_tensors
 from draftsmith.train.engine import reduced
-from draftsmith.train.first_batch import start_drafter
+from draftsmith.train.first_batch import start_drafter, start_once
 from draftsmith.train.launch import RunContext, make_accelerator, make_engine, preflight, unused_settings
 from draftsmith.train.models import described, load_parts, target_width, with_rate, with_section
 from draftsmith.train.non_finite import failure
@@ -142,7 +143,8 @@ class TrainingRun:
         self.start_token = start_token(model) if model.config.is_encoder_decoder else None
         self.limit = context_limit(model.config)
         self.read_images = read_images(recipe.data, self.target)
-        sizes = start_drafter(recipe, self.drafter, self.teacher, self.data, self.batch)
+        start = partial(start_drafter, recipe, self.drafter, self.teacher, self.data, self.batch)
+        sizes = start() if self.served is None else start_once(accelerator, self.drafter, start)
         self.clock = PartClock(accelerator.device, PARTS)
         part = sequence_part(recipe.train.sequence_parallel, accelerator)
         step, optimizers, self.adapters = make_step(

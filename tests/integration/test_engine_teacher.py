@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +211,7 @@ def run_of(file: Path, output: Path, *more: str) -> TrainingRun:
 
 
 def test_two_engines_share_the_requests(recipe_file: Path, engine: StatesEngine, address: str, tmp_path: Path) -> None:
-    other = StatesEngine(engine.target, engine.folder, LAYERS)
+    other = StatesEngine(deepcopy(engine.target), engine.folder, LAYERS)  # hooks are those of a thread
     train(recipe_of(recipe_file, tmp_path / "plain", *served(engine.folder, address)))
     engine.asked.clear()
     with running(other) as second:
@@ -225,7 +226,7 @@ def test_two_processes_request_rows_of_their_own(
     recipe_file: Path, engine: StatesEngine, address: str, tmp_path: Path
 ) -> None:
     """Two engines and two processes give the losses of one process, also where one of them loses a row."""
-    other = StatesEngine(engine.target, engine.folder, LAYERS)
+    other = StatesEngine(deepcopy(engine.target), engine.folder, LAYERS)  # hooks are those of a thread
     alone = recipe_of(recipe_file, tmp_path / "alone", *served(engine.folder, address))
     run = run_of(recipe_file, tmp_path / "rows", *served(engine.folder, address))
     lost = tuple(run.data.rows[batch_indices(0, 3, 4, run.data.trained)[0]]["input_ids"])
