@@ -22,7 +22,6 @@ from draftsmith.distill.messages import ASSISTANT
 from draftsmith.distill.mixture import of_source, read_sources
 from draftsmith.distill.regeneration import Sampler, sampling_counts, target_samples
 from draftsmith.distill.self_prompts import write_self_prompts
-from draftsmith.distill.teacher import stored_layers
 from draftsmith.errors import ConfigError
 from draftsmith.heads.checkpoint import load_drafter
 from draftsmith.heads.model_config import context_limit, eos_tokens, vocabulary_of
@@ -32,7 +31,7 @@ from draftsmith.storage import hold_name, write_text, writing
 from draftsmith.terminal import Terminal
 from draftsmith.train.data_settings import Preview, Regeneration
 from draftsmith.train.launch import RunContext, make_accelerator, preflight
-from draftsmith.train.models import load_parts, new_drafter, target_of, with_section
+from draftsmith.train.models import load_parts, with_section
 from draftsmith.train.progress import Console
 from draftsmith.train.recipe import Recipe
 
@@ -76,20 +75,16 @@ def engine_command_of(recipe: Recipe) -> str:
         ConfigError: for a recipe with another teacher, or a drafter that does not fit the target.
     """
     from draftsmith.distill.server.state_folder import engine_command
-    from draftsmith.train.estimate.fake_run import starting_point, without_data
+    from draftsmith.train.estimate.fake_run import served_layers
 
     server = recipe.teacher.server
     if server is None:
         raise ConfigError(f"teacher.kind={recipe.teacher.kind!r}; expected 'server', with teacher.server")
     recipe = with_section(recipe)
     _, config = recipe.target.load_tokenizer()
-    start = starting_point(recipe, config)
-    with without_data(recipe, config, "cpu", 1):
-        drafter = start or new_drafter(recipe, target_of(recipe, config), from_files=False)
-    layers = sorted({*stored_layers(drafter.needs.layers), config.get_text_config(decoder=True).num_hidden_layers})
     longest = recipe.data.prompt_tokens + recipe.data.response_tokens
     target = recipe.target
-    return engine_command(server, target.model, target.revision, target.dtype, layers, longest)
+    return engine_command(server, target.model, target.revision, target.dtype, served_layers(recipe, config), longest)
 
 
 def _written(

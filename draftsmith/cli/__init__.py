@@ -150,7 +150,7 @@ def memory(settings: Memory, as_json: Json = False) -> None:
     machine, target = None if settings.on is None else machine_named(settings.on), checked.target
     typer.echo(printable(f"{checked.name}: loading torch"), err=True)
     from draftsmith.heads.formats.writers import unserved
-    from draftsmith.train.estimate.memory import MemoryEstimate, estimate_memory
+    from draftsmith.train.estimate.memory import MemoryEstimate, estimate_memory, states_sentence
     from draftsmith.train.estimate.time import SERVED, estimate_work, fitting_overrides, fitting_sentence
     from draftsmith.train.recipe import load_recipe
     from draftsmith.train.step import precision
@@ -183,6 +183,8 @@ def memory(settings: Memory, as_json: Json = False) -> None:
     if as_json:
         return print_json({"bytes": estimate.phases, "disk_bytes": estimate.disk, "seconds": seconds})
     typer.echo(f"about {estimate}")
+    if checked.teacher.kind == "server":
+        lines.append(states_sentence(checked, config, seconds.get("training")))
     if checked.unread_answers:
         lines.append(f"{checked.unread_answers:,} of the answers that it samples are in no step: lower data.count")
     if checked.start_from is None and (note := unserved(checked.drafter)) is not None:

@@ -119,6 +119,8 @@ def test_a_recipe_with_an_engine_trains_on_a_small_model_of_the_kind(
     layers = json.loads(re.search(r"layer_ids\": (\[[^]]*\])", shown)[1])  # pyright: ignore[reportOptionalSubscript]
     assert layers[-1] == 6
     assert "--max-model-len 65 " in shown
+    _, told, _ = printed(capsys, "memory", name, *small, "--on", "h100")
+    assert f"states of layers {', '.join(map(str, layers))}: at most 0 MiB a step from the engine, " in told
     with running(StatesEngine(load_target(str(target)).model, tmp_path / "states", layers)) as address:  # pyright: ignore
         assert main([name, *small, f"teacher.server.urls={address}", "target.dtype=float32"]) == 0
     assert [row["step"] for row in read_metrics(tmp_path / "run") if "loss" in row] == [1, 2]

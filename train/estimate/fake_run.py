@@ -27,13 +27,13 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from transformers import AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
-from draftsmith.distill.teacher import Batch, OnlineTeacher, TargetHead
+from draftsmith.distill.teacher import Batch, OnlineTeacher, TargetHead, stored_layers
 from draftsmith.errors import DraftsmithError
 from draftsmith.heads import TrainableDrafter
 from draftsmith.heads.base import TeacherSignals
 from draftsmith.heads.configs import is_named
 from draftsmith.heads.sequence_part import SequencePart
-from draftsmith.train.models import check_target, new_drafter, stored_drafter
+from draftsmith.train.models import check_target, new_drafter, stored_drafter, target_of
 from draftsmith.train.recipe import Recipe
 from draftsmith.train.step import Last, Teacher, make_step
 
@@ -95,6 +95,14 @@ def starting_point(recipe: Recipe, config: PreTrainedConfig) -> TrainableDrafter
     """Return the drafter that `start_from` names, to be read before `without_data`; None without one."""
     named = recipe.start_from is None or is_named(recipe.start_from)
     return None if named else stored_drafter(recipe, config)
+
+
+def served_layers(recipe: Recipe, config: PreTrainedConfig) -> list[int]:
+    """Return the layers that the engine of a recipe's teacher returns: those of the drafter, and the last one."""
+    start = starting_point(recipe, config)
+    with without_data(recipe, config, "cpu", 1):
+        drafter = start or new_drafter(recipe, target_of(recipe, config), from_files=False)
+    return sorted({*stored_layers(drafter.needs.layers), config.get_text_config(decoder=True).num_hidden_layers})
 
 
 def dry_step(

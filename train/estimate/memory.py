@@ -24,6 +24,7 @@ from draftsmith.train.estimate.fake_run import (
     dry_step,
     require_plain,
     sequence_length,
+    served_layers,
     starting_point,
     without_data,
 )
@@ -185,6 +186,16 @@ def estimate_memory(
             part_operations=of_part.total,
             update_operations=of_update.total,
         )
+
+
+def states_sentence(recipe: Recipe, config: PreTrainedConfig, seconds: float | None) -> str:
+    """Return the bytes of an engine's states that a step reads, and those of a second; `seconds`: of all steps."""
+    server, layers = recipe.teacher.server, served_layers(recipe, config)
+    width = config.get_text_config(decoder=True).hidden_size
+    numbers = recipe.train.batch_size * sequence_length(recipe) * len(layers) * width
+    size = numbers if server is not None and server.transfer == "fp8" else 2 * numbers
+    rate = "" if seconds is None else f", {in_units(size * recipe.train.steps / seconds)} a second"
+    return f"states of layers {', '.join(map(str, layers))}: at most {in_units(size)} a step from the engine{rate}"
 
 
 def _moments(optimizers: list[torch.optim.Optimizer]) -> int:
