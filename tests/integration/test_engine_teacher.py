@@ -19,12 +19,14 @@ from safetensors.torch import load_file
 from states_server import StatesEngine, running
 from transformers import LlamaForCausalLM
 
+from draftsmith.distill.dataset import HeldOut
 from draftsmith.errors import ConfigError, DraftsmithError, EngineLost
 from draftsmith.train.launch import make_accelerator
 from draftsmith.train.recipe import Recipe, load_recipe
 from draftsmith.train.run_folder import read_metrics
 from draftsmith.train.step import batch_indices
 from draftsmith.train.trainer import TrainingRun, train
+from draftsmith.train.validation import estimate_acceptance, evaluate_drafter
 
 LAYERS = (1, 2)
 DEPTH = 2
@@ -305,6 +307,23 @@ def test_bad_input_is_one_line_before_the_first_step(
         train(recipe_of(recipe_file, tmp_path / "run", *served(engine.folder, address), *overrides))
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("more", [[], ["data.pack=true"], ["drafter.draft_vocab_size=30"]])
+def test_the_estimate_on_greedy_answers_is_what_is_decoded(more: list[str], recipe_file: Path, tmp_path: Path) -> None:
+    greedy = ["data.response=target", "data.temperature=0", "data.response_tokens=24", "data.prompt_tokens=16"]
+    run = run_of(recipe_file, tmp_path / "run", *greedy, *more)
+    run.train()
+    rows = run.data.rows.select(range(run.data.trained, len(run.data.rows)))
+    starts = [HeldOut(row["input_ids"][: row["spans"][0][0]]) for row in rows][:4]
+    settings = run.recipe.evaluation.model_copy(update={"max_new_tokens": 24})
+    found = estimate_acceptance(run.teacher, run.drafter, run.data, settings, run.draft_length, run.batch)
+    decoded = evaluate_drafter(run.target.model, run.drafter, starts, settings, run.draft_length)
+    assert decoded is not None
+    assert found["tokens"] == decoded["tokens"]
+    assert found["rounds"] == pytest.approx(decoded["rounds"])
+    assert found["tau"] == pytest.approx(decoded["tau"])
+    assert found["acceptance_at"] == pytest.approx(decoded["acceptance_at"], abs=0.02)  # drafts beyond the end
 
 
 class NoPath(dict[tuple[int, ...], list[Any]]):
