@@ -191,7 +191,7 @@ class TrainingRun:
         peak = in_units(self.memory.peak())
         estimates = {} if self.estimate is None else self.estimate.totals
         estimated = ", ".join(f"{in_units(size)} estimated {phase}" for phase, size in estimates.items())
-        measured = f"best tau {best.tau:.2f} at step {best.step}"
+        measured = f"best {'' if self.served is None else 'estimated '}tau {best.tau:.2f} at step {best.step}"
         self.console.say(f"{name}: {measured}; peak memory {peak}{estimated and f' ({estimated})'}")
         self.console.suggest(eval_command(self.recipe))
 
