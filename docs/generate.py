@@ -14,6 +14,7 @@ from draftsmith.cli import app
 from draftsmith.distill.data_section import ServerSection, SourceSection
 from draftsmith.heads.configs import DRAFTERS
 from draftsmith.train.recipe import SECTIONS, Recipe
+from draftsmith.train.recipe_sections import TeacherServerSection
 
 FOLDER = Path(__file__).parent / "reference"
 RECIPE_HEAD = """# Recipe keys
@@ -40,6 +41,8 @@ def recipe_page() -> str:
         if name == "data":
             parts.append(_section("A source in a list of `prompts`", _keys(SourceSection)))
             parts.append(_section("`data.server`", _keys(ServerSection)))
+        if name == "teacher":
+            parts.append(_section("`teacher.server`", _keys(TeacherServerSection)))
     drafters = {name: _keys(entry.section, but=("type",)) for name, entry in DRAFTERS.items()}
     shared = [
         line for line, count in Counter(line for lines in drafters.values() for line in lines).items() if count > 1

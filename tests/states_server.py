@@ -1,6 +1,7 @@
-"""A server on the loopback that returns hidden states as vLLM's connector for files does, and fails on request.
+"""A server on the loopback that returns hidden states as vLLM's connectors do, and fails on request.
 
 POST /v1/completions {prompt: tokens} ──▶ {kv_transfer_params: {hidden_states_path}}; the file is locked until written
+                                      ──▶ {kv_transfer_params: {handle, …}}; the key is missing until written
 """
 
 import fcntl
@@ -16,10 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hs_connectors.mooncake_store import VERSION, MooncakeHiddenStatesStore, packed_layout
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 FAULTS = ("nan", "other tokens", "other layers", "no file", "no path", "torn", "late", 503, 400)
+STORE_FAULTS = ("nan", "other tokens", "other layers", "no file", "no path", "error", "torn", "late", 503)
+"""Of a store; "no file": evicted; "torn": the segment's engine is dead, and the store returns -800."""
 
 
 @dataclass
@@ -33,6 +37,9 @@ class StatesEngine:
     faults: dict[tuple[int, ...], list[Any]] = field(default_factory=dict)
     """Faults of the next answers to a prompt; the last one stays if it is repeated with `for_good`."""
     for_good: bool = False
+    store: MooncakeHiddenStatesStore | None = None
+    """Where the states go instead of the folder."""
+    late_seconds: float = 0.05
     asked: list[tuple[int, ...]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -64,30 +71,49 @@ class StatesEngine:
     def answer(self, body: dict[str, Any], fault: Any) -> dict[str, Any]:
         prompt = body["prompt"]
         states, told = self.states(prompt)
-        path = self.folder / f"cmpl-{uuid.uuid4()}-0.safetensors"
         if fault == "nan":
             states[0, 0, 0] = torch.nan
         if fault == "other layers":
             states = states[:, :-1]
         tokens = torch.tensor(prompt) + (1 if fault == "other tokens" else 0)
-        if fault == "late":
-            threading.Thread(target=self._write_late, args=(path, tokens, states), daemon=True).start()
-        elif fault == "torn":
-            path.write_bytes(b"\x10\x00\x00\x00")
-        elif fault not in ("no file", "no path"):
-            save_file({"token_ids": tokens, "hidden_states": states.contiguous()}, path)
+        sample = {"token_ids": tokens, "hidden_states": states.contiguous()}
+        params = self._to_folder(sample, fault) if self.store is None else self._to_store(self.store, sample, fault)
         choice: dict[str, Any] = {"text": "x"}
         if "prompt_logprobs" in body:
             shown = zip(prompt[1:], told.tolist(), strict=True)
             choice["prompt_logprobs"] = [None, *({str(token): {"logprob": value}} for token, value in shown)]
-        params = {} if fault == "no path" else {"kv_transfer_params": {"hidden_states_path": str(path)}}
-        return {"choices": [choice], **params}
+        return {"choices": [choice], **({} if fault == "no path" else {"kv_transfer_params": params})}
 
-    def _write_late(self, path: Path, tokens: torch.Tensor, states: torch.Tensor) -> None:
+    def _to_folder(self, sample: dict[str, torch.Tensor], fault: Any) -> dict[str, Any]:
+        path = self.folder / f"cmpl-{uuid.uuid4()}-0.safetensors"
+        if fault == "late":
+            threading.Thread(target=self._write_late, args=(path, sample), daemon=True).start()
+        elif fault == "torn":
+            path.write_bytes(b"\x10\x00\x00\x00")
+        elif fault not in ("no file", "no path"):
+            save_file(sample, path)
+        return {"hidden_states_path": str(path)}
+
+    def _write_late(self, path: Path, sample: dict[str, torch.Tensor]) -> None:
         with path.with_name(f"{path.name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            time.sleep(0.05)
-            save_file({"token_ids": tokens, "hidden_states": states.contiguous()}, path)
+            time.sleep(self.late_seconds)
+            save_file(sample, path)
+
+    def _to_store(
+        self, store: MooncakeHiddenStatesStore, sample: dict[str, torch.Tensor], fault: Any
+    ) -> dict[str, Any]:
+        tensors, size = packed_layout({name: (tuple(it.shape), it.dtype) for name, it in sample.items()})
+        sizes = {"total_aligned_bytes": size}
+        handle = f"cmpl-{uuid.uuid4()}-0-{'dead' if fault == 'torn' else 'a1b2'}"
+        manifest = {"handle": handle, "version": VERSION, "tensors": tensors, "metadata": sizes}
+        if fault == "late":
+            threading.Timer(self.late_seconds, store.put_sample, (manifest, sample)).start()
+        elif fault == "error":
+            store.put_error(manifest, "NonFiniteTensorError")
+        elif fault not in ("no file", "no path"):
+            store.put_sample(manifest, sample)
+        return manifest
 
 
 @contextmanager

@@ -74,7 +74,7 @@ def engine_command_of(recipe: Recipe) -> str:
     Raises:
         ConfigError: for a recipe with another teacher, or a drafter that does not fit the target.
     """
-    from draftsmith.distill.server.state_folder import engine_command
+    from draftsmith.distill.server.transport import engine_command
     from draftsmith.train.estimate.fake_run import served_layers
 
     server = recipe.teacher.server

@@ -169,7 +169,7 @@ def make_teacher(context: RunContext, target: PreTrainedModel, drafter: Drafter,
     """
     recipe, accelerator, console, rows = context.recipe, context.accelerator, context.console, data.rows
     if recipe.teacher.server is not None:
-        return _served(recipe.teacher.server, recipe, target, drafter, data, console)
+        return _served(recipe.teacher.server, context, target, drafter, data)
     online, settings = OnlineTeacher(target, drafter.needs.layers), recipe.teacher
     if settings.kind == "online":
         return online
@@ -223,25 +223,24 @@ def make_teacher(context: RunContext, target: PreTrainedModel, drafter: Drafter,
 
 
 def _served(
-    settings: TeacherServerSection,
-    recipe: Recipe,
-    target: PreTrainedModel,
-    drafter: Drafter,
-    data: TrainingData,
-    console: Console,
+    settings: TeacherServerSection, context: RunContext, target: PreTrainedModel, drafter: Drafter, data: TrainingData
 ) -> Teacher:
     """Return the teacher whose states running engines compute, after a comparison with their log-probabilities."""
-    from draftsmith.distill.server.state_folder import bytes_in_flight, require_room
     from draftsmith.distill.server.states import ServedStates, ServedTeacher
+    from draftsmith.distill.server.transport import bytes_in_flight
 
-    states = ServedStates(settings, data.rows, target, drafter.needs.layers, console.say)
-    longest = max(map(len, data.rows["input_ids"]))
-    needed = bytes_in_flight(settings, recipe.train.batch_size, longest, len(states.served), states.hidden_size)
-    require_room(states.folder, needed)
+    states = ServedStates(settings, data.rows, target, drafter.needs.layers, context.console.say)
+    sizes = max(map(len, data.rows["input_ids"])), len(states.served), states.hidden_size
+    needed = bytes_in_flight(settings, context.recipe.train.batch_size, *sizes, target.dtype)
+    states.transport.require_room(needed)
+    if context.accelerator.is_main_process:
+        states.transport.clear()
+    context.placement.meet()  # a store is cleared of all states
     difference = states.verify()
-    console.say(
+    context.console.say(
         f"teacher: states of layers {', '.join(map(str, states.served))} from {', '.join(settings.addresses)}; "
-        f"log-probabilities differ by {difference:.2g} nats (median); up to {in_units(needed)} in {states.folder}"
+        f"log-probabilities differ by {difference:.2g} nats (median); up to {in_units(needed)} "
+        f"in {states.transport.place}"
     )
     return ServedTeacher(states)
 

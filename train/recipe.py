@@ -139,7 +139,7 @@ class Recipe(Section):
             raise ConfigError("teacher.kind='files' without teacher.file; expected a folder of hidden states")
         if kind == "server":
             if server is None:
-                raise ConfigError("teacher.kind='server' without teacher.server; expected urls and a folder there")
+                raise ConfigError("teacher.kind='server' without teacher.server; expected its urls and folder or store")
             self._check_teacher_server()
         elif server is not None:
             raise ConfigError(f"teacher.server with teacher.kind={kind!r}; expected 'server'")

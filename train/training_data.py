@@ -227,9 +227,11 @@ def _sampled(context: RunContext, chat: Chat, target: LoadedTarget, examples: Da
     check = partial(require_served, target=target.name, model=model)
     identity = fingerprint_of_numbers(target.model)
     asker = ServerSampler(data, chat, seed, context_limit(target.model.config), identity)
-    from draftsmith.distill.server.state_folder import swept
+    from draftsmith.distill.server.transport import swept
 
-    with context.accelerator.main_process_first(), swept(recipe.teacher.server):  # the others read what it has stored
+    main = context.accelerator.is_main_process
+    with context.accelerator.main_process_first(), swept(recipe.teacher.server if main else None):
+        # the others read what it has stored
         return server_samples(asker, examples, console.say, check, progress=console.visible)
 
 

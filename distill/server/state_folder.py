@@ -1,19 +1,17 @@
-"""The folder into which an engine writes hidden states: its files, its room, and the command that starts the engine."""
+"""A folder into which an engine writes hidden states, in files that hs-connectors reads."""
 
 import asyncio
-import json
 import os
-import shlex
 import shutil
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from importlib.util import find_spec
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from draftsmith.errors import ConfigError
+from torch import Tensor
+
+from draftsmith.distill.server.client import BadAnswer
+from draftsmith.errors import ConfigError, EngineLost, reason_of
 
 POLL_SECONDS = 0.005
 """Time between two looks at the lock of a file that the engine has not written yet."""
@@ -28,7 +26,9 @@ class Settings(Protocol):
     """Section `teacher.server` of a recipe."""
 
     model: str
-    folder: str
+    folder: str | None
+    store: str | None
+    store_gib: float
     transfer: Any
     in_flight: int
     ahead: int
@@ -63,82 +63,71 @@ async def written(path: Path) -> None:
             os.close(handle)
 
 
-def sweep(folder: Path, age: float = OLD_SECONDS) -> None:
-    """Delete the files of engines that are older than `age` seconds."""
-    for file in [file for pattern in FILES for file in folder.glob(pattern)]:
-        with suppress(OSError):  # another process may delete it, too
-            if time.time() - file.stat().st_mtime > age:
-                file.unlink()
+class FolderTransport:
+    """States in files of a folder; see `Transport`."""
 
+    def __init__(self, settings: Settings) -> None:
+        assert settings.folder is not None, "checked by TeacherServerSection"
+        self.given, self.transfer = settings.folder, settings.transfer
+        self.folder = Path(self.given).expanduser().resolve()
+        self.place = str(self.folder)
 
-@contextmanager
-def swept(settings: Settings | None) -> Iterator[None]:
-    """Delete the states that an engine writes of answers, which nobody reads, inside the context."""
-    if settings is None:
-        yield
-        return
-    folder, done = Path(settings.folder).expanduser().resolve(), threading.Event()
-    require_folder(folder, settings.folder)
+    def open(self) -> None:
+        from hs_connectors import FileTransfer, FP8Transfer
 
-    def repeat() -> None:
-        while not done.wait(OLD_SECONDS / 2):
-            sweep(folder)
+        if not self.folder.is_dir() or not os.access(self.folder, os.R_OK | os.W_OK | os.X_OK):
+            raise ConfigError.of("teacher.server.folder", self.given, "a folder that this process reads and writes")
+        self._reader = {"file": FileTransfer, "fp8": FP8Transfer}[self.transfer](self.folder)
 
-    thread = threading.Thread(target=repeat, name="states of answers", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        sweep(folder, age=0.0)
+    def services(self) -> list[str]:
+        return []
 
+    def connector(self, host: str) -> dict[str, Any]:
+        named = {"kv_connector": "ExampleHiddenStatesConnector"}
+        if self.transfer == "fp8":
+            named = {"kv_connector": "FP8HiddenStatesConnector", "kv_connector_module_path": FP8_MODULE}
+        return {**named, "kv_connector_extra_config": {"shared_storage_path": self.given}}
 
-def require_folder(folder: Path, given: str) -> None:
-    if not folder.is_dir() or not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError.of("teacher.server.folder", given, "a folder that this process reads and writes")
+    def require_room(self, needed: int) -> None:
+        free = shutil.disk_usage(self.folder).free
+        if needed > free:
+            raise ConfigError(
+                f"teacher.server.folder={self.folder}: {free / 2**30:.1f} GiB are free, and states in flight take up "
+                f"to {needed / 2**30:.1f} GiB; expected more room, or less of teacher.server.ahead or train.batch_size"
+            )
 
+    def named(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Return the path of a file of the folder."""
+        named = params.get("hidden_states_path")
+        if not isinstance(named, str):
+            raise BadAnswer("no kv_transfer_params.hidden_states_path: the engine has no connector for hidden states")
+        path = Path(named).resolve()
+        if path.parent != self.folder or path.suffix != ".safetensors":
+            raise BadAnswer(f"states in {path}, which is no file of teacher.server.folder={self.folder}")
+        return {"hidden_states_path": str(path)}
 
-def transfer_of(kind: str, folder: Path) -> Any:
-    if find_spec("hs_connectors") is None:
-        raise ConfigError("teacher.kind='server' needs hs-connectors; expected: pip install 'draftsmith[engine]'")
-    from hs_connectors import FileTransfer, FP8Transfer
+    async def read(self, named: dict[str, Any]) -> dict[str, Tensor]:
+        path = Path(named["hidden_states_path"])
+        await written(path)
+        sample = await asyncio.to_thread(self._reader.get_generated, named)
+        if sample is None:
+            raise BadAnswer(f"no file {path.name}")
+        return sample
 
-    return {"file": FileTransfer, "fp8": FP8Transfer}[kind](folder)
+    async def delete(self, named: dict[str, Any]) -> None:
+        path = Path(named["hidden_states_path"])
+        for file in (path, path.with_name(f"{path.name}.lock")):
+            try:
+                file.unlink(missing_ok=True)
+            except OSError as error:
+                raise EngineLost(
+                    f"{file} cannot be deleted ({reason_of(error)}), and the folder would fill up"
+                ) from error
 
+    def clear(self, age: float = OLD_SECONDS) -> None:
+        for file in [file for pattern in FILES for file in self.folder.glob(pattern)]:
+            with suppress(OSError):  # another process may delete it, too
+                if time.time() - file.stat().st_mtime > age:
+                    file.unlink()
 
-def engine_command(
-    settings: Settings, model: str, revision: str | None, dtype: str, layers: list[int], longest: int
-) -> str:
-    """Return the command that starts vLLM for a run; `layers`: the ids whose outputs it returns."""
-    extract = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
-    shown = {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers}}
-    connector = {"kv_connector": "ExampleHiddenStatesConnector"}
-    if settings.transfer == "fp8":
-        connector = {"kv_connector": "FP8HiddenStatesConnector", "kv_connector_module_path": FP8_MODULE}
-    folder = {"kv_connector_extra_config": {"shared_storage_path": settings.folder}}
-    options: dict[str, Any] = {
-        "served-model-name": settings.model,
-        "revision": revision,
-        "dtype": dtype,
-        "max-model-len": longest + 1,
-        "speculative-config": json.dumps({**extract, "draft_model_config": shown}),
-        "kv-transfer-config": json.dumps({**connector, "kv_role": "kv_producer", **folder}),
-    }
-    words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
-    return shlex.join(["vllm", "serve", model, *words])
-
-
-def bytes_in_flight(settings: Settings, batch_rows: int, tokens: int, layers: int, hidden_size: int) -> int:
-    """Return the most bytes of states that are in the folder at a time, in 16 bits (8 with fp8)."""
-    return batch_rows * (settings.ahead + 1) * tokens * layers * hidden_size * (1 if settings.transfer == "fp8" else 2)
-
-
-def require_room(folder: Path, needed: int) -> None:
-    """Raise ConfigError where a folder has less room than the states in flight take."""
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise ConfigError(
-            f"teacher.server.folder={folder}: {free / 2**30:.1f} GiB are free, and states in flight take up to "
-            f"{needed / 2**30:.1f} GiB; expected more room, or less of teacher.server.ahead or train.batch_size"
-        )
+    def close(self) -> None: ...

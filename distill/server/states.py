@@ -1,9 +1,9 @@
 """Hidden states of training rows, computed by running engines, such as vLLM with a connector for hidden states.
 
-    row ──▶ POST /completions {prompt: its tokens, max_tokens: 1} ──▶ path of a file ──▶ [T, S, H] ──▶ CachedTeacher
+    row ──▶ POST /completions {prompt: its tokens, max_tokens: 1} ──▶ file or key ──▶ [T, S, H] ──▶ CachedTeacher
 
 The layers are the ids that the engine was started with, sorted: those that the drafter reads, and the last one, whose
-output becomes the final state by the target's last norm. hs-connectors reads the files.
+output becomes the final state by the target's last norm. hs-connectors reads the states.
 """
 
 import asyncio
@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -26,7 +25,8 @@ from draftsmith.distill.data_section import server_section
 from draftsmith.distill.hidden_state_cache import CachedTeacher
 from draftsmith.distill.layerless import depth_of, finish_of
 from draftsmith.distill.server.client import BadAnswer, RequestFailed, ServerClient, ServerUnusable
-from draftsmith.distill.server.state_folder import Settings, require_folder, sweep, transfer_of, written
+from draftsmith.distill.server.state_folder import Settings
+from draftsmith.distill.server.transport import opened
 from draftsmith.distill.teacher import TargetHead, stored_layers
 from draftsmith.errors import ConfigError, EngineLost, reason_of
 from draftsmith.heads.lm_head import logits_head
@@ -68,7 +68,7 @@ class ServedStates:
         say: prints a line.
 
     Raises:
-        ConfigError: for a folder that cannot be read and written here, and a package that is missing.
+        ConfigError: for a folder or a store that cannot be read here, and a package that is missing.
     """
 
     settings: Settings
@@ -81,12 +81,9 @@ class ServedStates:
     lm_head: TargetHead = field(init=False)
 
     def __post_init__(self) -> None:
-        settings, self.folder = self.settings, Path(self.settings.folder).expanduser().resolve()
         self.lm_head = cast(TargetHead, logits_head(self.model))  # modules are typed loosely
-        require_folder(self.folder, settings.folder)
-        sweep(self.folder)
         self.served = sorted({*stored_layers(self.layers), depth_of(self.model)})
-        self._transfer = transfer_of(settings.transfer, self.folder)
+        self.transport = opened(self.settings)
         self._packed = "documents" in self.rows.column_names
         self._wanted: deque[int] = deque()
         self._pending: dict[int, Future[list[Tensor] | None]] = {}
@@ -98,13 +95,14 @@ class ServedStates:
         self._servers = self._wait(self._connect())
 
     def close(self) -> None:
-        """End all requests, and delete the files that are not read any more."""
+        """End all requests, and delete the states that are not read any more."""
         if self._loop.is_closed():
             return
         self._wait(self._disconnect())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        self.transport.close()
 
     def expect(self, order: Iterable[Sequence[int]]) -> None:
         """Request the states of the rows that are read next, in place of those of earlier calls."""
@@ -228,11 +226,11 @@ class ServedStates:
         while attempts < ATTEMPTS:
             server = await self._least_busy()
             server.waiting += 1
-            path: Path | None = None
+            named: dict[str, Any] | None = None
             try:
                 async with server.slots:
-                    path = await server.client.ask("/completions", body, self._path_of)
-                    states_TSH = await self._read(path, ids)
+                    named = await server.client.ask("/completions", body, self._named)
+                    states_TSH = await self._read(named, ids)
                 self._alive = time.monotonic()
                 return states_TSH
             except ServerUnusable as error:
@@ -241,8 +239,8 @@ class ServedStates:
                 attempts, reason = attempts + 1, reason_of(error)
             finally:
                 server.waiting -= 1
-                if path is not None:
-                    self._delete(path)
+                if named is not None:
+                    await self.transport.delete(named)
         raise BadAnswer(reason)
 
     async def _least_busy(self) -> _Server:
@@ -266,24 +264,18 @@ class ServedStates:
             self._said = now
             self.say(f"teacher: {reason_of(error)}; asking it again later")
 
-    def _path_of(self, payload: Any) -> Path:
-        """Return the file that an answer names; BadAnswer for none, and for one outside of the folder."""
+    def _named(self, payload: Any) -> dict[str, Any]:
+        """Return what names the states of an answer; BadAnswer for none."""
         params = payload.get("kv_transfer_params") if isinstance(payload, dict) else None
-        named = params.get("hidden_states_path") if isinstance(params, dict) else None
-        if not isinstance(named, str):
-            raise BadAnswer("no kv_transfer_params.hidden_states_path: the engine has no connector for hidden states")
-        path = Path(named).resolve()
-        if path.parent != self.folder or path.suffix != ".safetensors":
-            raise BadAnswer(f"states in {path}, which is no file of teacher.server.folder={self.folder}")
-        return path
+        return self.transport.named(params if isinstance(params, dict) else {})
 
-    async def _read(self, path: Path, ids: list[int]) -> Tensor:
-        """Return the states of a file once it is written [T, S, H]; BadAnswer for those of other tokens or shapes."""
-        async with asyncio.timeout(self.settings.timeout_seconds):
-            await written(path)
-        sample = await asyncio.to_thread(self._transfer.get_generated, {"hidden_states_path": str(path)})
-        if sample is None:
-            raise BadAnswer(f"no file {path.name}")
+    async def _read(self, named: dict[str, Any], ids: list[int]) -> Tensor:
+        """Return states [T, S, H] once they are written; BadAnswer for none, or those of other tokens or shapes."""
+        try:
+            async with asyncio.timeout(self.settings.timeout_seconds):
+                sample = await self.transport.read(named)
+        except TimeoutError:
+            raise BadAnswer(f"no states for teacher.server.timeout_seconds={self.settings.timeout_seconds:g}") from None
         tokens_T, states_TSH = sample["token_ids"], sample["hidden_states"]
         shape = (len(ids), len(self.served), self.hidden_size)
         if tokens_T.tolist() != ids:
@@ -298,15 +290,6 @@ class ServedStates:
         if not states_TSH.isfinite().all():
             raise BadAnswer("states that are not finite")
         return states_TSH
-
-    def _delete(self, path: Path) -> None:
-        for file in (path, path.with_name(f"{path.name}.lock")):
-            try:
-                file.unlink(missing_ok=True)
-            except OSError as error:
-                raise EngineLost(
-                    f"{file} cannot be deleted ({reason_of(error)}), and the folder would fill up"
-                ) from error
 
     def verify(self) -> float:
         """Return the median difference in nats between the server's log-probabilities and those of its states.
@@ -332,21 +315,21 @@ class ServedStates:
         """Return the differences [T - 1] for a text."""
         body = {"model": self.settings.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
 
-        def read(payload: Any) -> tuple[Path, list[float]]:
-            path = self._path_of(payload)
+        def read(payload: Any) -> tuple[dict[str, Any], list[float]]:
+            named = self._named(payload)
             try:
                 listed = payload["choices"][0]["prompt_logprobs"]
                 told = [float(entry[str(token)]["logprob"]) for entry, token in zip(listed[1:], ids[1:], strict=True)]
             except (TypeError, KeyError, ValueError) as error:
                 raise BadAnswer(f"no prompt_logprobs of the text ({reason_of(error)})") from error
-            return path, told
+            return named, told
 
         try:
-            path, told = await server.client.ask("/completions", body, read)
+            named, told = await server.client.ask("/completions", body, read)
             try:
-                states_TSH = await self._read(path, ids)
+                states_TSH = await self._read(named, ids)
             finally:
-                self._delete(path)
+                await self.transport.delete(named)
         except (BadAnswer, RequestFailed, ServerUnusable, TimeoutError, *UNREADABLE) as error:
             raise ConfigError(f"teacher.server: {reason_of(error)}; expected hidden states of {self.served}") from error
         with torch.no_grad():

@@ -15,14 +15,18 @@ import pytest
 import torch
 import yaml
 from conftest import LETTERS, make_llama
+from hs_connectors.mooncake_store import MooncakeHiddenStatesStore, MooncakeStoreConfig
+from mooncake.store import MooncakeDistributedStore
 from safetensors.torch import load_file
-from states_server import StatesEngine, running
+from states_server import STORE_FAULTS, StatesEngine, running
 from transformers import LlamaForCausalLM
 
 from draftsmith.distill.dataset import HeldOut
+from draftsmith.distill.server.transport import swept
 from draftsmith.errors import ConfigError, DraftsmithError, EngineLost
 from draftsmith.train.launch import make_accelerator
 from draftsmith.train.recipe import Recipe, load_recipe
+from draftsmith.train.recipe_sections import TeacherServerSection
 from draftsmith.train.run_folder import read_metrics
 from draftsmith.train.step import batch_indices
 from draftsmith.train.trainer import TrainingRun, train
@@ -70,9 +74,10 @@ def recipe_of(file: Path, output: Path, *more: str) -> Recipe:
     return load_recipe(str(file), [f"output={output}", *more])
 
 
-def served(folder: Path, *addresses: str, **settings: Any) -> list[str]:
+def served(folder: Path | None, *addresses: str, **settings: Any) -> list[str]:
     """Return the overrides of a run whose states come from engines."""
-    values = {"urls": list(addresses), "folder": str(folder), "timeout_seconds": 2, **settings}
+    place = {"folder": None if folder is None else str(folder)}
+    values = {"urls": list(addresses), **place, "timeout_seconds": 2, **settings}
     return ["teacher.kind=server", *(f"teacher.server.{key}={json.dumps(value)}" for key, value in values.items())]
 
 
@@ -352,3 +357,115 @@ def test_a_file_outside_of_the_folder_is_neither_read_nor_deleted(
     with running(engine) as address, pytest.raises(ConfigError, match=r"which is no file of teacher.server.folder"):
         train(recipe_of(recipe_file, tmp_path / "run", *served(engine.folder, address)))
     assert outside.exists()
+
+
+@pytest.fixture
+def store(engine: StatesEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Return the address of a store in memory, to which the engine writes."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "stand_ins"), prepend=os.pathsep)
+    MooncakeDistributedStore.objects.clear()
+    monkeypatch.setattr("draftsmith.distill.server.state_store.PAUSE_SECONDS", 0.01)
+    engine.store = MooncakeHiddenStatesStore(MooncakeStoreConfig()).setup()
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        yield f"127.0.0.1:{master.getsockname()[1]}"
+
+
+def from_store(store: str, *addresses: str, **settings: Any) -> list[str]:
+    return served(None, *addresses, transfer="mooncake", store=store, **settings)
+
+
+def test_a_store_gives_the_run_of_a_folder(
+    recipe_file: Path, engine: StatesEngine, address: str, store: str, tmp_path: Path
+) -> None:
+    """Nothing stays in it, and faults of each kind are asked again."""
+    train(recipe_of(recipe_file, tmp_path / "store", *from_store(store, address)))
+    assert not MooncakeDistributedStore.objects
+    assert not list(engine.folder.iterdir())
+    host, _, segment, _, _, _, master = MooncakeDistributedStore.set_up[-1]
+    assert (host, segment, master) == ("127.0.0.1", 0, store)
+    texts = list(dict.fromkeys(engine.asked))[8:]  # those of the comparison before the first step come first
+    engine.faults = {text: [fault] for text, fault in zip(texts, STORE_FAULTS, strict=False)}
+    train(recipe_of(recipe_file, tmp_path / "faults", *from_store(store, address, timeout_seconds=0.5)))
+    assert not any(engine.faults.values()), "every fault was met"
+    assert not MooncakeDistributedStore.objects
+    engine.store = None
+    train(recipe_of(recipe_file, tmp_path / "folder", *served(engine.folder, address)))
+    assert losses_of(tmp_path / "store") == losses_of(tmp_path / "faults") == losses_of(tmp_path / "folder")
+
+
+def test_a_restarted_master_is_waited_for(
+    recipe_file: Path, engine: StatesEngine, address: str, store: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Its keys are lost, and no row is, though more requests fail than a row has."""
+    monkeypatch.setattr("draftsmith.distill.server.states.AGAIN_SECONDS", 0.05)
+    train(recipe_of(recipe_file, tmp_path / "plain", *from_store(store, address)))
+    is_exist, count = MooncakeDistributedStore.is_exist, 0
+
+    def away(self: MooncakeDistributedStore, key: str) -> int:
+        nonlocal count
+        count += 1
+        return -900 if 40 < count < 80 else is_exist(self, key)
+
+    monkeypatch.setattr(MooncakeDistributedStore, "is_exist", away)
+    train(recipe_of(recipe_file, tmp_path / "run", *from_store(store, address, failures=0)))
+    assert count > 80
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "plain")
+    assert "with status=-900; asking it again later" in capsys.readouterr().err
+
+
+def test_states_written_after_their_time_are_deleted_at_the_end(
+    recipe_file: Path, engine: StatesEngine, address: str, store: str, tmp_path: Path
+) -> None:
+    run = run_of(recipe_file, tmp_path / "run", *from_store(store, address, timeout_seconds=0.5))
+    assert run.served is not None
+    engine.late_seconds = 1.0
+    engine.faults, engine.for_good = {tuple(run.data.rows[0]["input_ids"]): ["late"]}, True
+    assert run.served.missing([0]) == [0]
+    deadline = threading.Event()
+    while len(MooncakeDistributedStore.objects) < 3:
+        deadline.wait(0.01)
+    run.served.close()
+    assert not MooncakeDistributedStore.objects
+
+
+def test_states_of_answers_and_of_earlier_runs_are_deleted(
+    recipe_file: Path, engine: StatesEngine, address: str, store: str, tmp_path: Path
+) -> None:
+    MooncakeDistributedStore.objects |= {"chatcmpl-1": b"x", "cmpl-1:error": b"x", "kv-cache-1": b"x"}
+    with swept(TeacherServerSection(urls=address, transfer="mooncake", store=store)):
+        assert len(MooncakeDistributedStore.objects) == 3
+    assert list(MooncakeDistributedStore.objects) == ["kv-cache-1"]
+    MooncakeDistributedStore.objects["cmpl-2"] = b"x"
+    run_of(recipe_file, tmp_path / "run", *from_store(store, address))
+    assert list(MooncakeDistributedStore.objects) == ["kv-cache-1"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("blocked", "no answer for 0.1 s; expected a running mooncake_master"),
+        ("no master", "no answer ([Errno 111] Connection refused); expected a running mooncake_master"),
+        ("no package", "expected the package mooncake-transfer-engine, and the system's libibverbs1"),
+        ("too small", "teacher.server.store_gib=1e-06 of 1 engines: states in flight take up to"),
+        ("folder", "no kv_transfer_params.handle: the engine has no connector for hidden states of Mooncake"),
+    ],
+)
+def test_a_store_that_cannot_be_used_is_one_line(
+    fault: str, message: str, recipe_file: Path, engine: StatesEngine, address: str, store: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if fault == "blocked":
+        monkeypatch.setattr("draftsmith.distill.server.state_store.SETUP_SECONDS", 0.1)
+        monkeypatch.setenv("BLOCKED_SECONDS", "60")
+    if fault == "no master":
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            store = f"127.0.0.1:{closed.getsockname()[1]}"
+    if fault == "no package":
+        monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    if fault == "folder":
+        engine.store = None
+    given = from_store(store, address, **({"store_gib": 1e-6} if fault == "too small" else {}))
+    with pytest.raises(ConfigError) as refused:
+        train(recipe_of(recipe_file, tmp_path / "run", *given))
+    assert message in str(refused.value)

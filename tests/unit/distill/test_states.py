@@ -4,11 +4,16 @@ import json
 import os
 import shlex
 import time
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from hs_connectors.mooncake_store import MooncakeStoreConfig
 
-from draftsmith.distill.server.state_folder import bytes_in_flight, engine_command, require_room, swept
+from draftsmith.distill.server.client import BadAnswer
+from draftsmith.distill.server.transport import bytes_in_flight, engine_command, swept, transport_of
 from draftsmith.errors import ConfigError
 from draftsmith.train.recipe import load_recipe
 from draftsmith.train.recipe_sections import TeacherServerSection
@@ -29,13 +34,80 @@ def test_the_command_of_an_engine(transfer: str) -> None:
     assert ("FP8" in connector["kv_connector"]) == (transfer == "fp8") == ("kv_connector_module_path" in connector)
 
 
+def of_store(*urls: str, **values: Any) -> TeacherServerSection:
+    given = {"transfer": "mooncake", "store": "10.0.0.1:50051", **values}
+    return TeacherServerSection(urls=list(urls or ["http://a:8000"]), **given)
+
+
+def test_the_commands_of_a_store() -> None:
+    """Each engine is known to the others by the host of its address; the master listens at the given one alone."""
+    settings = of_store("http://a:8000", "http://b:8000", "http://b:8001", store_gib=1.5)
+    master, *engines = map(shlex.split, engine_command(settings, "m", None, "bfloat16", [36], 99).splitlines())
+    assert master == ["mooncake_master", "--rpc_address=10.0.0.1", "--rpc_port=50051", "--metrics_host=127.0.0.1"]
+    connectors = [json.loads(words[-1]) for words in engines]
+    stores = [connector["kv_connector_extra_config"]["mooncake"] for connector in connectors]
+    assert [store["local_hostname"] for store in stores] == ["a", "b"]
+    assert stores[0]["global_segment_size"] == 1.5 * 2**30
+    config = MooncakeStoreConfig.from_dict(stores[0])
+    assert config.master_server_address == settings.store
+    assert connectors[0]["kv_connector"] == "MooncakeHiddenStatesConnector"
+    assert find_spec(connectors[0]["kv_connector_module_path"]) is not None
+
+
+def test_states_in_flight_must_fit_the_store() -> None:
+    transport_of(of_store()).require_room(int(0.89 * 4 * 2**30))
+    transport_of(of_store("http://a:1", "http://b:1")).require_room(7 * 2**30)
+    with pytest.raises(ConfigError, match=r"store_gib=4 of 1 .* 3.7 GiB, .* 90% .*ahead=2 or train.batch_size, or a"):
+        transport_of(of_store()).require_room(int(3.7 * 2**30))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"folder": "/s"}, "teacher.server.folder='/s' with teacher.server.transfer='mooncake'; expected null"),
+        ({"store": None}, "teacher.server.store is missing, with teacher.server.transfer='mooncake'"),
+        ({"store": "a"}, "teacher.server.store='a'; expected host:port of mooncake_master"),
+        ({"transfer": "fp8", "folder": "/s"}, "teacher.server.store='10.0.0.1:50051' with teacher.server.transfer="),
+        ({"transfer": "file", "store": None}, "teacher.server.folder is missing, with teacher.server.transfer='file'"),
+    ],
+)
+def test_a_transfer_has_its_own_place(values: dict[str, Any], message: str) -> None:
+    server = {"urls": "http://a:1", "transfer": "mooncake", "store": "10.0.0.1:50051", **values}
+    given = [f"teacher.server={json.dumps(server)}"]
+    with pytest.raises(ConfigError) as refused:
+        load_recipe("qwen3-30b-a3b/eagle3_server", given)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"handle": None}, "no connector for hidden states of Mooncake"),
+        ({"handle": "/etc/passwd"}, "which is no request's"),
+        ({"handle": "cmpl-1:error"}, "which is no request's"),
+        ({"handle": "kv-cache-1"}, "which is no request's"),
+        ({"tensors": []}, "a manifest that cannot be read"),
+        ({"tensors": {"hidden_states": {"shape": [-1], "dtype": "torch.float32"}, "token_ids": {}}}, "cannot be read"),
+        ({"tensors": {"hidden_states": {"shape": [1], "dtype": "torch.load"}, "token_ids": {}}}, "cannot be read"),
+    ],
+)
+def test_an_answer_names_only_keys_of_requests(changed: dict[str, Any], message: str) -> None:
+    transport, spec = transport_of(of_store()), {"shape": [2], "dtype": "torch.int64", "offset": -1, "nbytes": 1}
+    params = {"handle": "cmpl-1-0-ab", "version": 1, "tensors": {"hidden_states": spec, "token_ids": spec}}
+    assert transport.named(params)["tensors"]["token_ids"]["offset"] == 64, "the answer's are not used"
+    with pytest.raises(BadAnswer, match=message):
+        transport.named({**params, **changed})
+
+
 def test_states_in_flight_must_fit_the_folder(tmp_path: Path) -> None:
     settings = TeacherServerSection(urls="http://localhost:8000", folder=str(tmp_path), ahead=1)
-    needed = bytes_in_flight(settings, batch_rows=4, tokens=100, layers=4, hidden_size=8)
-    assert needed == 2 * 4 * 100 * 4 * 8 * 2
-    require_room(tmp_path, needed)
+    sizes = {"batch_rows": 4, "tokens": 100, "layers": 4, "hidden_size": 8}
+    needed = bytes_in_flight(settings, **sizes, dtype=torch.bfloat16)
+    assert needed == 2 * 4 * 100 * 4 * 8 * 2 == bytes_in_flight(settings, **sizes, dtype=torch.float32) // 2
+    transport = transport_of(settings)
+    transport.require_room(needed)
     with pytest.raises(ConfigError, match="GiB are free, and states in flight take up to"):
-        require_room(tmp_path, 2**60)
+        transport.require_room(2**60)
 
 
 def test_states_of_answers_are_deleted_and_other_files_are_not(tmp_path: Path) -> None:
