@@ -223,7 +223,8 @@ def validate(
         whole = sums.plus(whole)
     assert whole is not None, "there are rows"
     count_K = whole.count_K.clamp_min(1)
-    trained = reduced(context.accelerator, count_K.new_tensor(tokens, dtype=torch.long)).item()
+    together = context.accelerator.num_processes // shares  # processes that share texts
+    trained = reduced(context.accelerator, count_K.new_tensor(tokens, dtype=torch.long)).item() // together
     return {
         "loss": whole.loss.item() / max(1, trained),
         "alpha": (whole.alpha_K / count_K).tolist(),

@@ -88,9 +88,9 @@ def _reasons(outcome: Outcome) -> str:
 
 def _general(reason: str) -> str:
     """Return a reason without what belongs to one class: names, numbers, messages of torch."""
-    reason = re.sub(r"model_type='[\w-]+' |model \w+For\w+ | for \w+For\w+| by [\d.]+ standard deviations", "", reason)
+    reason = re.sub(r"model_type='[\w.-]+' |model \w+For\w+ | for \w+For\w+| by [\d.]+ standard deviations", "", reason)
     reason = re.sub(r"of width \d+ and hidden states of width \d+", "and hidden states of different widths", reason)
-    reason = re.sub(r"of layers \d+ and sizes \(.*?\) ", "", reason)
+    reason = re.sub(r"of layers (\d+ and sizes \(.*?\)|\[?[\d, ]+\]?) ", "", reason)
     return re.sub(r" \(.*\)", "", reason.split("; expected")[0]).strip()
 
 
