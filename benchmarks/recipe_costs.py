@@ -80,8 +80,9 @@ def write(name: str, hardware: str, time: str) -> None:
 
 def real_recipes(shapes: dict[str, dict[str, Any]]) -> list[str]:
     recipes: dict[str, Recipe] = {name: load_recipe(name) for name in shipped_recipes()}
-    measured = {name for name, text in shipped_recipes().items() if "\n# Measured: " in text}
-    return [name for name, recipe in recipes.items() if recipe.target.model in shapes and name not in measured]
+    others = {name for name, text in shipped_recipes().items() if "\n# Measured: " in text}
+    others |= {name for name, recipe in recipes.items() if recipe.teacher.kind == "server"}  # their engine samples
+    return [name for name, recipe in recipes.items() if recipe.target.model in shapes and name not in others]
 
 
 def main() -> None:

@@ -154,7 +154,7 @@ def test_wrong_positions_show_in_the_logits() -> None:
     assert "logits differ from those of a plain pass by" in capability.no_trees
     model = RestartedLlama(like.config).eval()
     for _ in range(2):
-        with pytest.raises(ConfigError, match="'llama' cannot verify drafts: (logits differ|its forward pass over)"):
+        with pytest.raises(ConfigError, match=r"'llama' cannot verify drafts: (logits differ|its forward pass over)"):
             capability_of(model)
         assert passes_of(model) == "grouped", "every way is tried again"
 
