@@ -74,6 +74,7 @@ def engine_command_of(recipe: Recipe) -> str:
     Raises:
         ConfigError: for a recipe with another teacher, or a drafter that does not fit the target.
     """
+    from draftsmith.distill.load_target import source_of
     from draftsmith.distill.server.transport import engine_command
     from draftsmith.train.estimate.fake_run import served_layers
 
@@ -83,8 +84,8 @@ def engine_command_of(recipe: Recipe) -> str:
     recipe = with_section(recipe)
     _, config = recipe.target.load_tokenizer()
     longest = recipe.data.prompt_tokens + recipe.data.response_tokens
-    target = recipe.target
-    return engine_command(server, target.model, target.revision, target.dtype, served_layers(recipe, config), longest)
+    target, layers = recipe.target, served_layers(recipe, config)
+    return engine_command(server, source_of(target.model), target.revision, target.dtype, layers, longest)
 
 
 def _written(

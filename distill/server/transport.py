@@ -98,7 +98,13 @@ def swept(settings: Settings | None) -> Iterator[None]:
 def engine_command(
     settings: Settings, model: str, revision: str | None, dtype: str, layers: list[int], longest: int
 ) -> str:
-    """Return the commands that start vLLM for a run, by lines; `layers`: the ids whose outputs it returns."""
+    """Return the commands that start the engines of a run, by lines.
+
+    Args:
+        model: a folder, or a name on the Hub.
+        layers: the ids whose outputs they return.
+        longest: tokens of the longest text.
+    """
     extract = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
     shown = {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers}}
     options: dict[str, Any] = {
@@ -106,14 +112,17 @@ def engine_command(
         "revision": revision,
         "dtype": dtype,
         "max-model-len": longest + 1,
+        "generation-config": "vllm",  # else answers have the temperature, top_k and so on of the checkpoint's
         "speculative-config": json.dumps({**extract, "draft_model_config": shown}),
     }
     words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
     transport = transport_of(settings)
-    connectors = [transport.connector(str(urlsplit(address).hostname)) for address in settings.addresses]
-    configs = dict.fromkeys(json.dumps({**connector, "kv_role": "kv_producer"}) for connector in connectors)
-    commands = [shlex.join(["vllm", "serve", model, *words, "--kv-transfer-config", config]) for config in configs]
-    return "\n".join([*transport.services(), *commands])
+    commands = []
+    for address in map(urlsplit, settings.addresses):
+        config = json.dumps({**transport.connector(str(address.hostname)), "kv_role": "kv_producer"})
+        port = ["--port", str(address.port)] if address.port else []
+        commands.append(shlex.join(["vllm", "serve", model, *words, *port, "--kv-transfer-config", config]))
+    return "\n".join([*transport.services(), *dict.fromkeys(commands)])
 
 
 def bytes_in_flight(

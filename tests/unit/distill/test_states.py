@@ -27,6 +27,8 @@ def test_the_command_of_an_engine(transfer: str) -> None:
     assert words[:3] == ["vllm", "serve", "org/model"]
     assert options["--max-model-len"] == "1537"
     assert options["--revision"] == "abc"
+    assert options["--generation-config"] == "vllm"
+    assert options["--port"] == "8000"
     extract = json.loads(options["--speculative-config"])
     assert extract["draft_model_config"]["hf_config"] == {"eagle_aux_hidden_state_layer_ids": [2, 18, 36]}
     connector = json.loads(options["--kv-transfer-config"])
@@ -46,7 +48,8 @@ def test_the_commands_of_a_store() -> None:
     assert master == ["mooncake_master", "--rpc_address=10.0.0.1", "--rpc_port=50051", "--metrics_host=127.0.0.1"]
     connectors = [json.loads(words[-1]) for words in engines]
     stores = [connector["kv_connector_extra_config"]["mooncake"] for connector in connectors]
-    assert [store["local_hostname"] for store in stores] == ["a", "b"]
+    assert [store["local_hostname"] for store in stores] == ["a", "b", "b"]
+    assert [words[words.index("--port") + 1] for words in engines] == ["8000", "8000", "8001"]
     assert stores[0]["global_segment_size"] == 1.5 * 2**30
     config = MooncakeStoreConfig.from_dict(stores[0])
     assert config.master_server_address == settings.store
