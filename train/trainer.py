@@ -309,8 +309,6 @@ class TrainingRun:
         """
         self.console.doing("evaluating")
         placement, module = self.context.placement, self.engine.module
-        if self.served is not None:
-            self._expect_validation()
         validation = validate(
             self.context,
             module,
@@ -320,6 +318,7 @@ class TrainingRun:
             batch=self.batch,
             stopping=self.stopping,
             meet=self.record.meet,
+            expect=self.expect,
         )
         if self.stopping.agreed is not None:
             return
@@ -337,15 +336,6 @@ class TrainingRun:
         self.console.doing("")
         self.record.meet()
         self._end_early(step)
-
-    def _expect_validation(self) -> None:
-        """Request the states of this process's validation rows, in the order in which `validate` reads them."""
-        rows, (shares, share) = validation_rows(self.data, self.recipe.data.exclude_rows), self.context.text_share
-        size = self.recipe.train.batch_size // (shares * self.recipe.train.gradient_accumulation)
-        together = shares * size
-        batches = [rows[begin : begin + together] for begin in range(0, len(rows), together)]
-        assert self.served is not None
-        self.served.expect([mine for at_once in batches if (mine := at_once[share * size : (share + 1) * size])])
 
     def _end_early(self, step: int) -> None:
         """Set the run's last step where its evaluations so far say that it can end before the recipe's."""

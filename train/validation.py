@@ -179,6 +179,7 @@ def validate(
     batch: Callable[[list[int]], Batch],
     stopping: Stopping,
     meet: Callable[[], None],
+    expect: Callable[[list[list[int]]], None] | None = None,
 ) -> dict[str, Any] | None:
     """Return the mean objective, alpha and top-1 agreement over the validation rows, the same on all processes.
 
@@ -188,6 +189,7 @@ def validate(
         batch: returns the rows of these indices.
         module: the step in its engine.
         meet: waits for all processes, which then agree in `stopping` on whether to continue.
+        expect: of a teacher that reads ahead; called with this process's rows of each batch.
     """
     rows, settings = validation_rows(data, context.recipe.data.exclude_rows), context.recipe.train
     shares, share = context.text_share
@@ -197,11 +199,16 @@ def validate(
     if not rows:
         return None
     module.eval()
+    batches = [
+        (label, at_once[share * size : (share + 1) * size], len(at_once))
+        for label, at_once in _batches(data, rows, shares * size)
+    ]
+    if expect is not None:
+        expect([mine for _, mine, _ in batches if mine])
     begin = 0
-    for label, at_once in _batches(data, rows, shares * size):
-        mine = at_once[share * size : (share + 1) * size]
+    for label, mine, count in batches:
         torch.manual_seed(begin + share)  # block drafters draw the positions that they are trained at
-        begin += len(at_once)
+        begin += count
         # All processes run the same passes, as sharded weights need; one without rows of its own counts none.
         texts = batch(mine or [rows[0]])
         tokens += int(texts.mask_BT.sum()) if mine else 0
