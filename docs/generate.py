@@ -11,10 +11,9 @@ from pydantic.fields import FieldInfo
 from typer.main import get_command
 
 from draftsmith.cli import app
-from draftsmith.distill.data_section import ServerSection, SourceSection
+from draftsmith.distill.data_section import ServerSection, SourceSection, TeacherServerSection
 from draftsmith.heads.configs import DRAFTERS
 from draftsmith.train.recipe import SECTIONS, Recipe
-from draftsmith.train.recipe_sections import TeacherServerSection
 
 FOLDER = Path(__file__).parent / "reference"
 RECIPE_HEAD = """# Recipe keys

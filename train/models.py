@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.config import section_of
+from draftsmith.distill.data_section import TeacherServerSection
 from draftsmith.distill.layerless import has_layers, skeleton
 from draftsmith.distill.load_target import DTYPES, LoadedTarget, decoder_class
 from draftsmith.distill.teacher import OnlineTeacher, measure_flat_rows, require_packable
@@ -33,7 +34,6 @@ from draftsmith.train.launch import RunContext
 from draftsmith.train.optimizers import SCHEDULES
 from draftsmith.train.progress import Console, in_units
 from draftsmith.train.recipe import Recipe
-from draftsmith.train.recipe_sections import TeacherServerSection
 from draftsmith.train.step import Teacher, autocast
 from draftsmith.train.training_data import TrainingData, prepare_data
 

@@ -1,15 +1,13 @@
 """The sections of a recipe except the drafter's: every key with its type, its default and its meaning."""
 
 import os
-import re
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field
 
-from draftsmith.config import LARGEST_SEED, Count, Number, Section, Whole, no_as_written, no_truth_value
-from draftsmith.distill.data_section import Prompts, require_address
+from draftsmith.config import LARGEST_SEED, Count, Number, Section, no_as_written, no_truth_value
+from draftsmith.distill.data_section import Prompts, TeacherServerSection
 from draftsmith.distill.losses import LOSSES
-from draftsmith.errors import ConfigError
 from draftsmith.train.optimizers import OPTIMIZERS, SCHEDULES
 
 if TYPE_CHECKING:
@@ -28,66 +26,6 @@ DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 def default_optimizer() -> str:
     """Return `train.optimizer` where a recipe names none: 'adamw' under DeepSpeed, which has no Muon; else 'muon'."""
     return "adamw" if os.environ.get(DEEPSPEED, "false").lower() == "true" else "muon"
-
-
-class TeacherServerSection(Section):
-    urls: str | list[str]
-    """Address of a running vLLM that returns hidden states, such as http://localhost:8000, or a list of them; the
-    command `draftsmith data server RECIPE` prints how to start it."""
-    model: str = "target"
-    """The name under which the servers have the target."""
-    folder: str | None = None
-    """Folder into which the servers write states, which this process can read; on one machine in shared memory, such
-    as /dev/shm/states. Files are deleted once they are read."""
-    transfer: Literal["file", "fp8", "mooncake"] = "file"
-    """'file' has states in the server's dtype. 'fp8' has 8 bits a number and a scale a token (hs-connectors).
-    'mooncake' sends them over the network through a Mooncake store, without a folder."""
-    store: str | None = None
-    """For 'mooncake': address of mooncake_master, such as 10.0.0.1:50051."""
-    store_gib: Annotated[Number, Field(gt=0)] = 4.0
-    """For 'mooncake': GiB that each engine gives to the store; states in flight must fit into 90 % of them."""
-    in_flight: Count = 8
-    """Requests at a time to each server."""
-    ahead: Count = 2
-    """Steps whose states are requested before they are needed."""
-    timeout_seconds: Annotated[Number, Field(gt=0)] = 120.0
-    """Longest time for the states of one text; it is then requested again, three times in all."""
-    patience_minutes: Annotated[Number, Field(ge=0)] = 30.0
-    """Time without any server after which the run stops."""
-    failures: Annotated[Whole, Field(ge=0)] = 20
-    """Texts without usable states after all requests, before the run stops; they are left out of their steps."""
-
-    @field_validator("urls")
-    @classmethod
-    def _require_addresses(cls, value: str | list[str]) -> str | list[str]:
-        addresses = [value] if isinstance(value, str) else value
-        if not addresses:
-            raise ConfigError("urls is empty; expected at least one address")
-        for address in addresses:
-            require_address("urls", address)
-        return value
-
-    @model_validator(mode="after")
-    def _require_place(self) -> Self:
-        """Raise ConfigError for a transfer without its folder or store, and for the other's."""
-        key, other = ("store", "folder") if self.transfer == "mooncake" else ("folder", "store")
-        places, given = {"store": self.store, "folder": self.folder}, f"teacher.server.transfer={self.transfer!r}"
-        if places[key] is None:
-            raise ConfigError(f"teacher.server.{key} is missing, with {given}; expected a {key}")
-        if places[other] is not None:
-            raise ConfigError(f"teacher.server.{other}={places[other]!r} with {given}; expected null")
-        return self
-
-    @field_validator("store")
-    @classmethod
-    def _require_store(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"[^\s:/]+:[0-9]{1,5}", value):
-            raise ConfigError.of("teacher.server.store", value, "host:port of mooncake_master")
-        return value
-
-    @property
-    def addresses(self) -> list[str]:
-        return [self.urls] if isinstance(self.urls, str) else list(dict.fromkeys(self.urls))
 
 
 class TeacherSection(Section):

@@ -6,10 +6,11 @@ import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
+from draftsmith.distill.data_section import TeacherServerSection
 from draftsmith.distill.server.client import BadAnswer
 from draftsmith.errors import ConfigError, EngineLost, reason_of
 
@@ -20,24 +21,6 @@ OLD_SECONDS = 10.0
 FILES = ("cmpl-*.safetensors*", "chatcmpl-*.safetensors*")
 """Names of the files that vLLM's connectors write, by the request's id."""
 FP8_MODULE = "hs_connectors.fp8_hidden_states_connector"
-
-
-class Settings(Protocol):
-    """Section `teacher.server` of a recipe."""
-
-    model: str
-    folder: str | None
-    store: str | None
-    store_gib: float
-    transfer: Any
-    in_flight: int
-    ahead: int
-    timeout_seconds: float
-    patience_minutes: float
-    failures: int
-
-    @property
-    def addresses(self) -> list[str]: ...
 
 
 async def written(path: Path) -> None:
@@ -66,8 +49,8 @@ async def written(path: Path) -> None:
 class FolderTransport:
     """States in files of a folder; see `Transport`."""
 
-    def __init__(self, settings: Settings) -> None:
-        assert settings.folder is not None, "checked by TeacherServerSection"
+    def __init__(self, settings: TeacherServerSection) -> None:
+        assert settings.folder is not None, "checked by the section"
         self.given, self.transfer = settings.folder, settings.transfer
         self.folder = Path(self.given).expanduser().resolve()
         self.place = str(self.folder)

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from draftsmith.distill.data_section import TeacherServerSection
 from draftsmith.distill.server.client import BadAnswer, ServerUnusable
-from draftsmith.distill.server.state_folder import Settings
 from draftsmith.errors import ConfigError, reason_of
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ PAUSE_SECONDS = 5.0
 class StoreTransport:
     """States of a Mooncake store; see `Transport`."""
 
-    def __init__(self, settings: Settings) -> None:
-        assert settings.store is not None, "checked by TeacherServerSection"
+    def __init__(self, settings: TeacherServerSection) -> None:
+        assert settings.store is not None, "checked by the section"
         self.settings, self.address = settings, settings.store
         self.place = f"the store of {self.address}"
         self._left: set[str] = set()

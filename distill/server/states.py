@@ -21,11 +21,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.distill.data_section import server_section
+from draftsmith.distill.data_section import TeacherServerSection, server_section
 from draftsmith.distill.hidden_state_cache import CachedTeacher
 from draftsmith.distill.layerless import depth_of, finish_of
 from draftsmith.distill.server.client import BadAnswer, RequestFailed, ServerClient, ServerUnusable
-from draftsmith.distill.server.state_folder import Settings
 from draftsmith.distill.server.transport import opened
 from draftsmith.distill.teacher import TargetHead, stored_layers
 from draftsmith.errors import ConfigError, EngineLost, reason_of
@@ -71,7 +70,7 @@ class ServedStates:
         ConfigError: for a folder or a store that cannot be read here, and a package that is missing.
     """
 
-    settings: Settings
+    settings: TeacherServerSection
     rows: Dataset
     model: PreTrainedModel
     layers: tuple[int, ...]

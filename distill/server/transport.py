@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from draftsmith.distill.server.state_folder import OLD_SECONDS, FolderTransport, Settings
+from draftsmith.distill.data_section import TeacherServerSection
+from draftsmith.distill.server.state_folder import OLD_SECONDS, FolderTransport
 from draftsmith.distill.server.state_store import StoreTransport
 from draftsmith.errors import ConfigError
 
@@ -58,12 +59,12 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
-def transport_of(settings: Settings) -> Transport:
+def transport_of(settings: TeacherServerSection) -> Transport:
     """Return the transport that a recipe names; it is not open yet."""
     return StoreTransport(settings) if settings.transfer == "mooncake" else FolderTransport(settings)
 
 
-def opened(settings: Settings) -> Transport:
+def opened(settings: TeacherServerSection) -> Transport:
     """Return the transport, with which states are read here; ConfigError where they cannot be."""
     if find_spec("hs_connectors") is None:
         raise ConfigError("teacher.kind='server' needs hs-connectors; expected: pip install 'draftsmith[engine]'")
@@ -73,7 +74,7 @@ def opened(settings: Settings) -> Transport:
 
 
 @contextmanager
-def swept(settings: Settings | None) -> Iterator[None]:
+def swept(settings: TeacherServerSection | None) -> Iterator[None]:
     """Delete the states that an engine writes of answers, which nobody reads, inside the context."""
     if settings is None:
         yield
@@ -96,7 +97,7 @@ def swept(settings: Settings | None) -> Iterator[None]:
 
 
 def engine_command(
-    settings: Settings, model: str, revision: str | None, dtype: str, layers: list[int], longest: int
+    settings: TeacherServerSection, model: str, revision: str | None, dtype: str, layers: list[int], longest: int
 ) -> str:
     """Return the commands that start the engines of a run, by lines.
 
@@ -126,7 +127,7 @@ def engine_command(
 
 
 def bytes_in_flight(
-    settings: Settings, batch_rows: int, tokens: int, layers: int, hidden_size: int, dtype: torch.dtype
+    settings: TeacherServerSection, batch_rows: int, tokens: int, layers: int, hidden_size: int, dtype: torch.dtype
 ) -> int:
     """Return the most bytes of states that are requested and not read at a time, in the server's dtype."""
     number = 1 if settings.transfer == "fp8" else dtype.itemsize

@@ -21,12 +21,12 @@ from safetensors.torch import load_file
 from states_server import STORE_FAULTS, StatesEngine, running
 from transformers import LlamaForCausalLM
 
+from draftsmith.distill.data_section import TeacherServerSection
 from draftsmith.distill.dataset import HeldOut
 from draftsmith.distill.server.transport import swept
 from draftsmith.errors import ConfigError, DraftsmithError, EngineLost
 from draftsmith.train.launch import make_accelerator
 from draftsmith.train.recipe import Recipe, load_recipe
-from draftsmith.train.recipe_sections import TeacherServerSection
 from draftsmith.train.run_folder import read_metrics
 from draftsmith.train.step import batch_indices
 from draftsmith.train.trainer import TrainingRun, train

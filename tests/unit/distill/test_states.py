@@ -12,11 +12,11 @@ import pytest
 import torch
 from hs_connectors.mooncake_store import MooncakeStoreConfig
 
+from draftsmith.distill.data_section import TeacherServerSection
 from draftsmith.distill.server.client import BadAnswer
 from draftsmith.distill.server.transport import bytes_in_flight, engine_command, swept, transport_of
 from draftsmith.errors import ConfigError
 from draftsmith.train.recipe import load_recipe
-from draftsmith.train.recipe_sections import TeacherServerSection
 
 
 @pytest.mark.parametrize("transfer", ["file", "fp8"])
