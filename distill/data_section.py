@@ -102,6 +102,9 @@ class TeacherServerSection(Section):
     """Time without any server after which the run stops."""
     failures: Annotated[Whole, Field(ge=0)] = 20
     """Texts without usable states after all requests, before the run stops; they are left out of their steps."""
+    compare: bool = False
+    """Before the first step, load the whole target in the first process and compare all layers of a few texts with it;
+    then release it. For targets that fit here: log-probabilities do not show a wrong layer in between."""
 
     @field_validator("urls")
     @classmethod

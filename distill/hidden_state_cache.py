@@ -132,7 +132,7 @@ class SignalCache:
             for chosen in self._batches(shard, batch, on_host=teacher.lm_head.weight.device.type == "cpu"):
                 rows = [self._rows[row] for row in chosen]
                 documents = [row["documents"] for row in rows] if self._packed else None
-                parts += _states(teacher, [row["input_ids"] for row in rows], documents)
+                parts += states_of(teacher, [row["input_ids"] for row in rows], documents)
                 for _ in chosen:
                     done()
             self._write(shard, torch.cat(parts), teacher)
@@ -371,7 +371,7 @@ class CachedTeacher:
         return tuple(part.pin_memory() for part in stored) if self.lm_head.weight.is_cuda else stored
 
 
-def _states(teacher: OnlineTeacher, texts: list[list[int]], documents: list[list[int]] | None = None) -> list[Tensor]:
+def states_of(teacher: OnlineTeacher, texts: list[list[int]], documents: list[list[int]] | None = None) -> list[Tensor]:
     """Return the states [T, W] of each text; `documents`: lengths of the documents that are packed into it."""
     width = max(map(len, texts))
     device = teacher.lm_head.weight.device

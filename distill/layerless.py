@@ -81,7 +81,7 @@ def load_without_layers(
         model = _built(f"target={head_from or name}", config, tensors, DTYPES[dtype])
         model.config._name_or_path = source  # where the target's own modules are read from
         if modules:
-            _download_modules(source, revision, depth_of(model))
+            _download_modules(source, revision, text_config(model).num_hidden_layers)
         with suppress(OSError):  # there is no such file
             model.generation_config = GenerationConfig.from_pretrained(source, **options)
     except ConfigError:
@@ -118,7 +118,7 @@ def _outside_layers(source: str, revision: str | None, subject: str) -> dict[str
         if file is None:
             raise ConfigError(f"{subject} holds no {shard}; expected weights in safetensors")
         with safe_open(file, "pt") as opened:
-            names = [name for name in _names(opened)]
+            names = [name for name in opened.keys() if not IN_LAYER.search(name)]  # noqa: SIM118
             tensors |= {name: opened.get_tensor(name) for name in names}
     quantized = sorted(name for name, tensor in tensors.items() if _is_packed(tensor))
     if quantized:
@@ -143,11 +143,6 @@ def _is_module(name: str, depth: int) -> bool:
     return "mtp" in name or (number is not None and int(number[1]) >= depth)
 
 
-def _names(file: Any) -> list[str]:
-    """Return the names of the tensors of a safetensors file that are outside of numbered modules."""
-    return [name for name in file.keys() if not IN_LAYER.search(name)]  # noqa: SIM118
-
-
 def _is_packed(tensor: Tensor) -> bool:
     """Return whether the values of a matrix need scales that lie elsewhere."""
     return tensor.ndim > 1 and (not tensor.is_floating_point() or tensor.dtype.itemsize < 2)
@@ -168,7 +163,7 @@ def _built(subject: str, config: PreTrainedConfig, tensors: dict[str, Tensor], d
         if missing:
             raise ConfigError(f"{subject} holds no tensor {first_of(missing)}; expected all outside of the layers")
         logits_map(model)  # measured in a pass without layers, and kept
-        vars(model)["draftsmith_finish"] = _finish(model.eval())
+        finish_of(model.eval())
     return _described(model, config)
 
 
@@ -224,22 +219,27 @@ def _parts(config: PreTrainedConfig) -> list[PreTrainedConfig]:
 
 
 Finish = Callable[[Tensor], Tensor]
-"""The map from the output of the last layer [T, H] to the input of the lm_head."""
+"""The map from the output of the last layer [T, H] to the input of the lm_head, on any device and in any dtype."""
 
 
 def finish_of(model: PreTrainedModel) -> Finish:
-    """Return the last norm of a target without layers, with the scale after it."""
+    """Return the last norm of a target, with the scale after it, found once in a pass.
+
+    Without layers nothing else lies before the lm_head. Of a whole target the result remains to be compared.
+
+    Raises:
+        ConfigError: for a model with other operations between its last norm and its lm_head.
+    """
+    if "draftsmith_finish" not in vars(model):
+        vars(model)["draftsmith_finish"] = _finish(model)
     return vars(model)["draftsmith_finish"]
 
 
 @torch.no_grad()
 def _finish(model: PreTrainedModel) -> Finish:
-    """Find the last norm in a pass without layers.
-
-    Raises:
-        ConfigError: for a model with other operations between its last layer and its lm_head.
-    """
-    head, ids_1T = model.get_output_embeddings(), torch.arange(1, 9)[None]
+    """See `finish_of`."""
+    head: Any = model.get_output_embeddings()
+    ids_1T = torch.arange(1, 9, device=head.weight.device)[None]
     calls: list[tuple[nn.Module, Tensor]] = []
     entries: list[Tensor] = []
 
@@ -250,7 +250,6 @@ def _finish(model: PreTrainedModel) -> Finish:
 
     leaves = [module for module in model.modules() if not list(module.children()) and module is not head]
     hooks = [module.register_forward_hook(keep) for module in leaves]
-    assert head is not None, "checked by logits_map"
     hooks.append(head.register_forward_pre_hook(lambda _, arguments: entries.append(arguments[0])))
     try:
         model(input_ids=ids_1T, use_cache=False)
@@ -262,13 +261,8 @@ def _finish(model: PreTrainedModel) -> Finish:
         if scale is None:
             break
         if output.shape == entries[0].shape and torch.allclose(output * scale, entries[0], rtol=1e-3, atol=1e-5):
-            return lambda states_TH: norm(states_TH) * scale
+            return lambda states_TH: (norm(states_TH.to(head.weight)) * scale).to(states_TH)
     raise ConfigError(
         f"target of {type(model).__name__}: no norm lies between its last layer and its lm_head; expected a model with "
         "one, such as Llama"
     )
-
-
-def depth_of(model: PreTrainedModel) -> int:
-    """Return the number of layers that the whole target has."""
-    return text_config(model).num_hidden_layers

@@ -19,16 +19,16 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.distill.teacher import Batch, OnlineTeacher, stored_layers
+from draftsmith.distill.hidden_state_cache import states_of
+from draftsmith.distill.layerless import Finish, finish_of
+from draftsmith.distill.teacher import OnlineTeacher, stored_layers
 from draftsmith.errors import ConfigError, reason_of
 from draftsmith.heads.base import FINAL
-from draftsmith.heads.hidden_states import layers_name
-from draftsmith.heads.lm_head import logits_map
 from draftsmith.heads.model_config import text_config
 
 # Shapes: T tokens, S stored layers, L layers of the target and its final states, H hidden size, W = H + F values.
 
-UNREADABLE = (OSError, KeyError, ValueError, RuntimeError, SafetensorError)
+UNREADABLE = (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError)
 TOLERANCE = 0.1
 """Largest difference between stored states and the target's, relative to their norm: the median over tokens."""
 COMPARED_TEXTS, COMPARED_TOKENS = 8, 128
@@ -36,22 +36,10 @@ COMPARED_TEXTS, COMPARED_TOKENS = 8, 128
 
 
 class StoredText(NamedTuple):
-    """One file. The tensors are mapped into memory, and read where they are used."""
+    """A text and its states. The tensors of a file are mapped into memory, and read where they are used."""
 
     ids_T: Tensor
     states_TSH: Tensor
-
-
-def open_states(file: Path, vocab_size: int, hidden_size: int) -> StoredText:
-    """Return the tensors of a file; one of `UNREADABLE` where they are cut off, or have other names or shapes."""
-    tensors = load_file(file)
-    ids_T, states_TSH = tensors["token_ids"], tensors["hidden_states"]
-    shapes = len(ids_T) and ids_T.ndim == 1 and states_TSH.shape == (len(ids_T), states_TSH.shape[1], hidden_size)
-    if not shapes or not states_TSH.is_floating_point():
-        raise ValueError(f"token_ids {list(ids_T.shape)}, hidden_states {list(states_TSH.shape)} {states_TSH.dtype}")
-    if not 0 <= int(ids_T.min()) <= int(ids_T.max()) < vocab_size:
-        raise ValueError(f"token ids from {int(ids_T.min())} to {int(ids_T.max())}, not below {vocab_size}")
-    return StoredText(ids_T, states_TSH)
 
 
 class StateFiles:
@@ -92,8 +80,15 @@ class StateFiles:
             raise ConfigError(f"teacher.file={folder}: numbers of layers differ ({shown}); expected one number")
 
     def open(self, file: Path) -> StoredText:
-        """Return the tensors of a file; one of `UNREADABLE` where they have other names or shapes."""
-        return open_states(file, self._vocab_size, self._hidden_size)
+        """Return the tensors of a file; one of `UNREADABLE` where they are cut off, or have other names or shapes."""
+        tensors = load_file(file)
+        ids_T, states_TSH = tensors["token_ids"], tensors["hidden_states"]
+        shape, own = states_TSH.shape, (len(ids_T), *states_TSH.shape[1:2], self._hidden_size)
+        if not len(ids_T) or ids_T.ndim != 1 or shape != own or not states_TSH.is_floating_point():
+            raise ValueError(f"token_ids {list(ids_T.shape)}, hidden_states {list(shape)} {states_TSH.dtype}")
+        if not 0 <= int(ids_T.min()) <= int(ids_T.max()) < self._vocab_size:
+            raise ValueError(f"token ids from {int(ids_T.min())} to {int(ids_T.max())}, not below {self._vocab_size}")
+        return StoredText(ids_T, states_TSH)
 
     def find(self, ids: Sequence[int]) -> Path | None:
         """Return the file with the states of these tokens; those of the last one may be missing.
@@ -126,23 +121,16 @@ class FileStates:
     """
 
     def __init__(self, files: StateFiles, model: PreTrainedModel, layers: tuple[int, ...], rows: Dataset) -> None:
-        self._files, self._rows, self._packed = files, rows, "documents" in rows.column_names
-        compared = range(0, len(rows), max(1, len(rows) // COMPARED_TEXTS))[:COMPARED_TEXTS]
-        texts = [self._open(self._texts(row)[0]) for row in compared]
-        self._finish: Callable[[Tensor], Tensor] | None = None
+        self._files, self._rows = files, rows
+        texts = [self._open(ids) for ids in compared_texts(rows)]
+        self._finish: Finish | None = None
         self.error, self._order = self._recognised(model, stored_layers(layers), texts)
 
     @torch.no_grad()
     def read(self, rows: Sequence[int]) -> tuple[Tensor]:
         """Return the states [B, T, W] of rows, with zeros after each: the final states, then `stored_layers`."""
-        states = [torch.cat([self._states(ids) for ids in self._texts(row)]) for row in rows]
+        states = [torch.cat([self._states(ids) for ids in texts_of(self._rows, row)]) for row in rows]
         return (nn.utils.rnn.pad_sequence(states, batch_first=True),)
-
-    def _texts(self, row: int) -> list[list[int]]:
-        """Return the texts of a row, of which packed ones have several."""
-        ids = self._rows[row]["input_ids"]
-        lengths = self._rows[row]["documents"] if self._packed else [len(ids)]
-        return [part.tolist() for part in torch.tensor(ids).split(lengths)]
 
     def _open(self, ids: list[int]) -> StoredText:
         """Return the stored text of these tokens, without padding."""
@@ -156,10 +144,8 @@ class FileStates:
 
     def _states(self, ids: list[int]) -> Tensor:
         """Return the final states and the other layers of a text [T, W]; zeros where the last one is missing."""
-        final_TH, *others = self._open(ids).states_TSH[:, self._order].unbind(1)
-        if self._finish is not None:
-            final_TH = self._finish(final_TH).to(final_TH)
-        return nn.functional.pad(torch.cat([final_TH, *others], -1), (0, 0, 0, len(ids) - len(final_TH)))
+        states_TW = in_order(self._open(ids).states_TSH, self._order, self._finish)
+        return nn.functional.pad(states_TW, (0, 0, 0, len(ids) - len(states_TW)))
 
     def _recognised(
         self, model: PreTrainedModel, layers: tuple[int, ...], texts: Sequence[StoredText]
@@ -169,93 +155,80 @@ class FileStates:
         vLLM stores the output of the last layer without the norm after it, which is then applied to it.
         """
         depth = text_config(model).num_hidden_layers
-        teacher = OnlineTeacher(model, tuple(range(1, depth + 1)))
-        errors_SL = torch.stack([_errors(teacher, text) for text in texts]).amax(0)
-        nearest = [FINAL if place == depth else place + 1 for place in errors_SL.argmin(1).tolist()]
-        least = errors_SL.amin(1).tolist()
-        known = {layer: number for number, layer in enumerate(nearest) if least[number] < TOLERANCE}
-        shown = ", ".join(f"{_named(layer)} ({error:.1%} off)" for layer, error in zip(nearest, least, strict=True))
+        nearest = nearest_layers(model, texts)
+        known = {it.layer: number for number, it in enumerate(nearest) if it.known}
+        shown, folder = ", ".join(map(str, nearest)), f"teacher.file={self._files.folder}"
         if not known:
             raise ConfigError(
-                f"teacher.file={self._files.folder}: the states are not the target's; the nearest ones are {shown}; "
-                f"expected a difference below {TOLERANCE:.0%}"
+                f"{folder}: the states are not the target's; the nearest ones are {shown}; expected a difference below "
+                f"{TOLERANCE:.0%}"
             )
         if FINAL not in known and depth in known:
-            self._finish = _last_norm(model, teacher, texts[0].ids_T.tolist())
-            known[FINAL] = known[depth]
+            self._finish, known[FINAL] = finish_of(model), known[depth]
+            made = [StoredText(ids_T, in_order(every, [known[FINAL]], self._finish)[:, None]) for ids_T, every in texts]
+            if [it.layer for it in nearest_layers(model, made) if it.known] != [FINAL]:
+                raise ConfigError(f"{folder} holds {shown}; expected the final states, no norm of the last layer")
         missing = [layer for layer in (FINAL, *layers) if layer not in known]
         if missing:
             wanted = " and ".join(map(_named, missing))
             raise ConfigError(
-                f"teacher.file={self._files.folder} holds {shown}; expected {wanted} as well "
-                f"(the final states are layer {depth} for vLLM)"
+                f"{folder} holds {shown}; expected {wanted} as well (the final states are layer {depth} for vLLM)"
             )
         used = [known[layer] for layer in (FINAL, *layers)]
-        return max(least[number] for number in used), used
+        return max(nearest[number].error for number in used), used
+
+
+def texts_of(rows: Dataset, row: int) -> list[list[int]]:
+    """Return the texts of a row, of which packed ones have several."""
+    found = rows[row]
+    lengths = found.get("documents", len(found["input_ids"]))
+    return [part.tolist() for part in torch.tensor(found["input_ids"]).split(lengths)]
+
+
+def compared_texts(rows: Dataset) -> list[list[int]]:
+    """Return the first text of each of a few rows."""
+    step = max(1, len(rows) // COMPARED_TEXTS)
+    return [texts_of(rows, row)[0] for row in range(0, len(rows), step)[:COMPARED_TEXTS]]
+
+
+def in_order(states_TSH: Tensor, order: Sequence[int], finish: Finish | None) -> Tensor:
+    """Return stored layers side by side [T, W] in an order that begins with the final states, or with their input."""
+    final_TH, *others = states_TSH[:, order].unbind(1)
+    return torch.cat([final_TH if finish is None else finish(final_TH), *others], -1)
+
+
+class Nearest(NamedTuple):
+    """The target's layer to which a stored one is nearest, and the difference, relative to the target's."""
+
+    layer: int
+    error: float
+
+    @property
+    def known(self) -> bool:
+        """Whether the stored layer is this one."""
+        return self.error < TOLERANCE
+
+    def __str__(self) -> str:
+        return f"{_named(self.layer)} ({self.error:.1%} off)"
+
+
+def nearest_layers(model: PreTrainedModel, texts: Sequence[StoredText]) -> list[Nearest]:
+    """Return for each stored layer the nearest one of a whole target, which reads the beginnings of the texts."""
+    depth = text_config(model).num_hidden_layers
+    teacher = OnlineTeacher(model, tuple(range(1, depth + 1)))
+    errors_SL = torch.stack([_errors(teacher, text) for text in texts]).amax(0)
+    least_S, places_S = errors_SL.min(1)
+    found = zip(places_S.tolist(), least_S.tolist(), strict=True)
+    return [Nearest(FINAL if place == depth else place + 1, error) for place, error in found]
 
 
 def _errors(teacher: OnlineTeacher, text: StoredText) -> Tensor:
     """Return the difference [S, L] between each stored layer of a text and each of the target's."""
     ids = text.ids_T[:COMPARED_TOKENS].tolist()
-    own_LTH = _own_states(teacher, ids)
-    errors = []
-    for stored_TH in text.states_TSH[: len(ids)].to(own_LTH).unbind(1):
-        errors.append(((stored_TH - own_LTH).norm(dim=-1) / own_LTH.norm(dim=-1)).median(-1).values)
-    return torch.stack(errors)
-
-
-def _own_states(teacher: OnlineTeacher, ids: list[int]) -> Tensor:
-    """Return the target's states of a text: its layers in order, and the final ones [L, T, H] in fp32."""
-    ids_1T = torch.tensor([ids], device=teacher.lm_head.weight.device)
-    signals = teacher.signals(Batch(ids_1T, torch.ones_like(ids_1T), torch.ones_like(ids_1T, dtype=torch.bool)))
-    final_TH, features_TF = signals.hidden_BTH[0], signals.features_BTF
-    assert features_TF is not None, "the teacher has layers"
-    layers_LTH = features_TF[0].reshape(len(ids), -1, final_TH.shape[-1]).transpose(0, 1)
-    return torch.cat([layers_LTH, final_TH[None]]).float().cpu()
-
-
-def _last_norm(model: PreTrainedModel, teacher: OnlineTeacher, ids: list[int]) -> Callable[[Tensor], Tensor]:
-    """Return the map from the output of the last layer [T, H] to the input of the lm_head: a norm, and a scale.
-
-    Raises:
-        ConfigError: for a target with other operations between the two.
-    """
-    ids = ids[:COMPARED_TOKENS]
-    *_, last_TH, final_TH = _own_states(teacher, ids)
-    inside = set(model.get_submodule(layers_name(model)).modules())
-    found: list[nn.Module] = []
-
-    def compare(module: nn.Module, arguments: tuple[object, ...]) -> None:
-        given = arguments[0] if arguments else None
-        if isinstance(given, Tensor) and given.shape[-2:] == last_TH.shape and _near(given[0], last_TH):
-            found.append(module)
-
-    leaves = [it for it in model.modules() if it not in inside and not list(it.children()) and list(it.parameters())]
-    handles = [module.register_forward_pre_hook(compare) for module in leaves]
-    try:
-        _own_states(teacher, ids)
-    finally:
-        for handle in handles:
-            handle.remove()
-    scale, weight = logits_map(model).state_scale, teacher.lm_head.weight
-
-    def finish(norm: nn.Module, states_TH: Tensor) -> Tensor:
-        return (norm(states_TH.to(weight)) * (scale or 1)).cpu()
-
-    with torch.no_grad():
-        norm = next((norm for norm in found if _near(finish(norm, last_TH), final_TH)), None)
-    if norm is None:
-        raise ConfigError(
-            f"teacher.kind='files' with {type(model).__name__}, whose final states are no norm of its last layer's; "
-            "expected files with the final states"
-        )
-    return lambda states_TH: finish(norm, states_TH)
-
-
-def _near(states_TH: Tensor, expected_TH: Tensor) -> bool:
-    """Return whether two computations gave the same states; bf16 has 8 bits."""
-    difference = (states_TH.float().cpu() - expected_TH).norm()
-    return bool(difference <= 0.01 * expected_TH.norm())
+    final_first_TLH = states_of(teacher, [ids])[0].float().unflatten(1, (-1, text.states_TSH.shape[-1]))
+    own_TLH = final_first_TLH.roll(-1, 1)
+    differences = [own_TLH - stored_TH[:, None] for stored_TH in text.states_TSH[: len(ids)].float().unbind(1)]
+    return torch.stack([(it.norm(dim=-1) / own_TLH.norm(dim=-1)).median(0).values for it in differences])
 
 
 def _key(ids: Sequence[int]) -> bytes:

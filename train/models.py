@@ -55,6 +55,15 @@ def load_frozen_target(context: RunContext) -> LoadedTarget:
     return replace(loaded, processor=processor)
 
 
+def _load_compared(context: RunContext) -> PreTrainedModel | None:
+    """Return the whole target in the first process of a run that compares an engine's layers with it."""
+    settings, server = context.recipe.target, context.recipe.teacher.server
+    if server is None or not server.compare or not context.accelerator.is_main_process:
+        return None
+    context.console.say(f"  target: loading {settings.model} with its layers, for teacher.server.compare")
+    return settings.load(device=context.accelerator.device).model
+
+
 def load_parts(context: RunContext) -> tuple[LoadedTarget, TrainableDrafter, TrainingData, Teacher]:
     """Load the target, build the drafter, and prepare data and teacher.
 
@@ -68,6 +77,7 @@ def load_parts(context: RunContext) -> tuple[LoadedTarget, TrainableDrafter, Tra
     drafter = make_drafter(recipe, target)
     recipe.draft_length(drafter.max_draft_length)  # which refuses a longer one
     check_target(recipe, target.model, drafter)
+    whole = _load_compared(context)
     # Of the target itself, while all weights are here: drafters are for it, not for its rounded or adapted weights.
     vars(target.model)["draftsmith_fingerprints"] = model_fingerprints(target.model)
     context.placement.place(target.model)
@@ -81,7 +91,7 @@ def load_parts(context: RunContext) -> tuple[LoadedTarget, TrainableDrafter, Tra
         else:
             counts_V = token_counts(rows, logit_count(target.model))
             say_coverage(counts_V, vocabulary.tokens_D.tolist(), context.console)
-    return target, drafter, data, make_teacher(context, target.model, drafter, data)
+    return target, drafter, data, make_teacher(context, target.model, drafter, data, whole)
 
 
 def make_drafter(recipe: Recipe, target: LoadedTarget) -> TrainableDrafter:
@@ -159,17 +169,26 @@ def check_excluded(excluded: Sequence[int], data: TrainingData) -> None:
         raise ConfigError(f"data.exclude_rows leaves none of {data.trained} rows; expected at least one to train on")
 
 
-def make_teacher(context: RunContext, target: PreTrainedModel, drafter: Drafter, data: TrainingData) -> Teacher:
+def make_teacher(
+    context: RunContext,
+    target: PreTrainedModel,
+    drafter: Drafter,
+    data: TrainingData,
+    whole: PreTrainedModel | None = None,
+) -> Teacher:
     """Return the recipe's teacher for the rows of `data`; a cache of hidden states is completed first.
 
     Every process builds its share of the missing shards, and all wait for each other.
+
+    Args:
+        whole: the target with its layers, with which an engine's are compared; None: they are not.
 
     Raises:
         ConfigError: for an engine's states that are not the target's.
     """
     recipe, accelerator, console, rows = context.recipe, context.accelerator, context.console, data.rows
     if recipe.teacher.server is not None:
-        return _served(recipe.teacher.server, context, target, drafter, data)
+        return _served(recipe.teacher.server, context, target, drafter, data, whole)
     online, settings = OnlineTeacher(target, drafter.needs.layers), recipe.teacher
     if settings.kind == "online":
         return online
@@ -223,9 +242,14 @@ def make_teacher(context: RunContext, target: PreTrainedModel, drafter: Drafter,
 
 
 def _served(
-    settings: TeacherServerSection, context: RunContext, target: PreTrainedModel, drafter: Drafter, data: TrainingData
+    settings: TeacherServerSection,
+    context: RunContext,
+    target: PreTrainedModel,
+    drafter: Drafter,
+    data: TrainingData,
+    whole: PreTrainedModel | None,
 ) -> Teacher:
-    """Return the teacher whose states running engines compute, after a comparison with their log-probabilities."""
+    """Return the teacher whose states running engines compute, after they are compared; see `ServedStates.verify`."""
     from draftsmith.distill.server.states import ServedStates, ServedTeacher
     from draftsmith.distill.server.transport import bytes_in_flight
 
@@ -236,11 +260,12 @@ def _served(
     if context.accelerator.is_main_process:
         states.transport.clear()
     context.placement.meet()  # a store is cleared of all states
-    difference = states.verify()
+    nats, off = states.verify(whole)
+    compared = "" if off is None else f"all layers compared with the target's, at most {off:.2%} off; "
     context.console.say(
         f"teacher: states of layers {', '.join(map(str, states.served))} from {', '.join(settings.addresses)}; "
-        f"log-probabilities differ by {difference:.2g} nats (median); up to {in_units(needed)} "
-        f"in {states.transport.place}"
+        f"log-probabilities differ by {nats:.2g} nats (median); {compared}up to {in_units(needed)} in "
+        f"{states.transport.place}"
     )
     return ServedTeacher(states)
 

@@ -184,10 +184,11 @@ def _unknown(place: str, error: Exception) -> ConfigError:
 
 def comparable(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe as plain values, without the keys that may differ between two starts of one run."""
-    # Keys about where weights and activations are stored change no number.
+    # Keys about where weights and activations are stored, and of checks, change no number.
     placed = {"sharded", "offload"}
     recomputed = {"activation_checkpointing", "sequence_parallel"}
     excluded = {"output": True, "target": placed, "train": recomputed, "data": {"exclude_rows"}}
+    excluded |= {"teacher": {"server": {"compare"}}}
     return recipe.model_dump(mode="json", exclude=excluded)
 
 

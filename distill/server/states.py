@@ -17,18 +17,28 @@ from typing import Any, TypeVar, cast
 
 import torch
 from datasets import Dataset
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.distill.data_section import TeacherServerSection, server_section
 from draftsmith.distill.hidden_state_cache import CachedTeacher
-from draftsmith.distill.layerless import depth_of, finish_of
+from draftsmith.distill.layerless import finish_of
 from draftsmith.distill.server.client import BadAnswer, RequestFailed, ServerClient, ServerUnusable
 from draftsmith.distill.server.transport import opened
+from draftsmith.distill.state_files import (
+    COMPARED_TOKENS,
+    TOLERANCE,
+    UNREADABLE,
+    StoredText,
+    compared_texts,
+    in_order,
+    nearest_layers,
+    texts_of,
+)
 from draftsmith.distill.teacher import TargetHead, stored_layers
 from draftsmith.errors import ConfigError, EngineLost, reason_of
 from draftsmith.heads.lm_head import logits_head
+from draftsmith.heads.model_config import text_config
 
 # Shapes: T tokens, S layers of the engine, H hidden size, B rows, W = (1 + other layers) x H.
 
@@ -40,10 +50,8 @@ RETRIES = 2
 AGAIN_SECONDS = 10.0
 """Time after which a server that was down is asked again."""
 SAY_SECONDS = 60.0
-COMPARED_TEXTS, COMPARED_TOKENS = 8, 128
-TOLERANCE = 0.1
-"""Largest median difference in nats between the server's log-probabilities and those of its states."""
-UNREADABLE = (OSError, ValueError, KeyError, TypeError, SafetensorError)
+MOST_NATS = 0.1
+"""Largest median difference between the server's log-probabilities and those of its states."""
 
 
 @dataclass(eq=False)
@@ -81,9 +89,10 @@ class ServedStates:
 
     def __post_init__(self) -> None:
         self.lm_head = cast(TargetHead, logits_head(self.model))  # modules are typed loosely
-        self.served = sorted({*stored_layers(self.layers), depth_of(self.model)})
+        used = [text_config(self.model).num_hidden_layers, *stored_layers(self.layers)]
+        self.served = sorted(set(used))
+        self._order, self._finish = [self.served.index(layer) for layer in used], finish_of(self.model)
         self.transport = opened(self.settings)
-        self._packed = "documents" in self.rows.column_names
         self._wanted: deque[int] = deque()
         self._pending: dict[int, Future[list[Tensor] | None]] = {}
         self._limit = 0
@@ -107,7 +116,7 @@ class ServedStates:
         """Request the states of the rows that are read next, in place of those of earlier calls."""
         batches = [tuple(rows) for rows in order]
         self._limit = max(self._limit, sum(map(len, batches[: self.settings.ahead + 1])))
-        self._wanted = deque(row for rows in batches for row in rows if row not in self._pending)
+        self._wanted = deque(row for rows in batches for row in rows)
         self._start()
 
     @torch.no_grad()
@@ -118,20 +127,15 @@ class ServedStates:
             EngineLost: where no server answers, or more than `failures` rows have no usable states.
         """
         for row in rows:
-            if row not in self._pending:
-                self._request(row)
+            self._request(row)
         found = {row: self._collected(row) for row in dict.fromkeys(rows)}
         self._start()
-        parts = [found[row] for row in rows]
-        width = (1 + len(stored_layers(self.layers))) * self.hidden_size
-        zeros = torch.zeros(1, width, dtype=self.model.dtype)
-        return (nn.utils.rnn.pad_sequence([zeros if part is None else part for part in parts], batch_first=True),)
+        return (nn.utils.rnn.pad_sequence([found[row] for row in rows], batch_first=True),)
 
     def missing(self, rows: Sequence[int]) -> list[int]:
         """Wait for the states of rows, and return those of them that have none."""
         for row in rows:
-            if row not in self._pending:
-                self._request(row)
+            self._request(row)
         for row in rows:
             self._pending[row].result()
         return [row for row in rows if row in self.lost]
@@ -140,34 +144,21 @@ class ServedStates:
     def hidden_size(self) -> int:
         return self.lm_head.weight.shape[1]
 
-    def _collected(self, row: int) -> Tensor | None:
-        """Return the states [T, W] of a row, and forget them; None for a lost row."""
-        found = self._pending.pop(row).result()
-        return None if found is None else torch.cat([self._finished(states_TSH) for states_TSH in found])
-
-    def _finished(self, states_TSH: Tensor) -> Tensor:
-        """Return the final states and those of `stored_layers`, [T, W]."""
-        weight = self.lm_head.weight
-        last_TH = states_TSH[:, self.served.index(depth_of(self.model))].to(weight)
-        final_TH = finish_of(self.model)(last_TH).to(states_TSH)
-        others = [states_TSH[:, self.served.index(layer)] for layer in stored_layers(self.layers)]
-        return torch.cat([final_TH.to(states_TSH.device), *others], -1)
-
-    def texts(self, row: int) -> list[list[int]]:
-        """Return the texts of a row, of which packed ones have several."""
-        ids = self.rows[row]["input_ids"]
-        lengths = self.rows[row]["documents"] if self._packed else [len(ids)]
-        return [part.tolist() for part in torch.tensor(ids).split(lengths)]
+    def _collected(self, row: int) -> Tensor:
+        """Return the states [T, W] of a row, and forget them; zeros for a lost row."""
+        texts = self._pending.pop(row).result()
+        if texts is None:
+            return torch.zeros(1, len(self._order) * self.hidden_size, dtype=self.model.dtype)
+        return torch.cat([in_order(states_TSH, self._order, self._finish) for states_TSH in texts])
 
     def _start(self) -> None:
         """Request wanted rows up to the limit of rows that are not read yet."""
         while self._wanted and len(self._pending) < self._limit:
-            row = self._wanted.popleft()
-            if row not in self._pending:
-                self._request(row)
+            self._request(self._wanted.popleft())
 
     def _request(self, row: int) -> None:
-        self._pending[row] = asyncio.run_coroutine_threadsafe(self._states_of(row), self._loop)
+        if row not in self._pending:
+            self._pending[row] = asyncio.run_coroutine_threadsafe(self._states_of(row), self._loop)
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
@@ -180,7 +171,7 @@ class ServedStates:
             section = server_section(url=address, model=settings.model, timeout_seconds=settings.timeout_seconds)
             client = await ServerClient(section, retries=RETRIES).__aenter__()
             context = (await client.served(settings.model)).context
-            if context is not None and context <= longest and not self._packed:
+            if context is not None and context <= longest and "documents" not in self.rows.column_names:
                 raise ConfigError(
                     f"server {address}: max_model_len={context}, and the longest text has {longest} tokens; expected "
                     f"at least {longest + 1}"
@@ -207,7 +198,7 @@ class ServedStates:
         if row in self.lost:
             return None
         try:
-            return [await self._states(ids) for ids in self.texts(row)]
+            return [await self._states(ids) for ids in texts_of(self.rows, row)]
         except BadAnswer as error:
             self.lost.add(row)
             self.say(f"teacher: row {row} has no usable states ({error}): left out")
@@ -221,26 +212,30 @@ class ServedStates:
     async def _states(self, ids: list[int]) -> Tensor:
         """Return the states of a text [T, S, H]; BadAnswer after `ATTEMPTS` answers without usable ones."""
         attempts, reason = 0, ""
-        body = {"model": self.settings.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0}
         while attempts < ATTEMPTS:
             server = await self._least_busy()
             server.waiting += 1
-            named: dict[str, Any] | None = None
             try:
                 async with server.slots:
-                    named = await server.client.ask("/completions", body, self._named)
-                    states_TSH = await self._read(named, ids)
+                    states_TSH, _ = await self._fetched(server, ids)
                 self._alive = time.monotonic()
                 return states_TSH
             except ServerUnusable as error:
                 self._down(server, error)
-            except (BadAnswer, RequestFailed, TimeoutError, *UNREADABLE) as error:
+            except (BadAnswer, RequestFailed, *UNREADABLE) as error:
                 attempts, reason = attempts + 1, reason_of(error)
             finally:
                 server.waiting -= 1
-                if named is not None:
-                    await self.transport.delete(named)
         raise BadAnswer(reason)
+
+    async def _fetched(self, server: _Server, ids: list[int], **more: Any) -> tuple[Tensor, Any]:
+        """Return the states of a text [T, S, H], which are then deleted, and the server's answer."""
+        body = {"model": self.settings.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, **more}
+        named, payload = await server.client.ask("/completions", body, lambda payload: (self._named(payload), payload))
+        try:
+            return await self._read(named, ids), payload
+        finally:
+            await self.transport.delete(named)
 
     async def _least_busy(self) -> _Server:
         """Return the server with the fewest requests; wait while none answers, up to `patience_minutes`."""
@@ -280,63 +275,64 @@ class ServedStates:
         if tokens_T.tolist() != ids:
             raise BadAnswer("states of other tokens")
         if tuple(states_TSH.shape) != shape:
-            layers = (
-                ""
-                if states_TSH.ndim != 3 or states_TSH.shape[1] == shape[1]
-                else (f"; the engine was started with other layers than {self.served}")
-            )
+            other = states_TSH.ndim == 3 and states_TSH.shape[1] != shape[1]
+            layers = f"; the engine was started with other layers than {self.served}" * other
             raise BadAnswer(f"states of shape {list(states_TSH.shape)}; expected {list(shape)}{layers}")
         if not states_TSH.isfinite().all():
             raise BadAnswer("states that are not finite")
         return states_TSH
 
-    def verify(self) -> float:
-        """Return the median difference in nats between the server's log-probabilities and those of its states.
+    def verify(self, whole: PreTrainedModel | None) -> tuple[float, float | None]:
+        """Compare the states of a few texts with each server's log-probabilities and, where given, the whole target.
 
-        Of a few texts; a wrong norm, revision, lm_head or a shift by one layer shows.
+        A wrong norm, revision, lm_head or last layer shows in the log-probabilities; other layers in the states alone.
+
+        Returns:
+            The median difference in nats, and the largest one of the layers, relative to the target's.
 
         Raises:
-            ConfigError: for a difference above `TOLERANCE`, or an engine that returns no states.
+            ConfigError: for a difference that is too large, or an engine that returns no states.
         """
-        step = max(1, len(self.rows) // COMPARED_TEXTS)
-        texts = [self.texts(row)[0][:COMPARED_TOKENS] for row in range(0, len(self.rows), step)][:COMPARED_TEXTS]
-        differences = [self._wait(self._difference(server, ids)) for server in self._servers for ids in texts]
-        median = float(torch.cat(differences).median())
-        if not median < TOLERANCE:
+        texts = [ids[:COMPARED_TOKENS] for ids in compared_texts(self.rows)]
+        answers = {server: [self._wait(self._asked(server, ids)) for ids in texts] for server in self._servers}
+        median = float(torch.cat([nats_T for each in answers.values() for _, nats_T in each]).median())
+        if not median < MOST_NATS:
             raise ConfigError(
                 f"teacher.server: the states, with the norm and lm_head of the target, give log-probabilities that are "
-                f"{median:.2f} nats from the server's (median); expected less than {TOLERANCE}: another model or "
+                f"{median:.2f} nats from the server's (median); expected less than {MOST_NATS}: another model or "
                 "revision, a quantized lm_head (target.head_from), or another last layer"
             )
-        return median
+        if whole is None:
+            return median, None
+        return median, max(self._off(server, whole, [text for text, _ in each]) for server, each in answers.items())
 
-    async def _difference(self, server: _Server, ids: list[int]) -> Tensor:
-        """Return the differences [T - 1] for a text."""
-        body = {"model": self.settings.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+    def _off(self, server: _Server, whole: PreTrainedModel, texts: list[StoredText]) -> float:
+        """Return the largest difference between a server's layers and the whole target's; ConfigError for others."""
+        nearest = nearest_layers(whole, texts)
+        if [it.layer for it in nearest if it.known] != self.served:
+            raise ConfigError(
+                f"teacher.server: {server.client.url} returns {', '.join(map(str, nearest))} as layers {self.served}; "
+                f"expected these, less than {TOLERANCE:.0%} off: start it as `draftsmith data server` prints"
+            )
+        return max(it.error for it in nearest)
 
-        def read(payload: Any) -> tuple[dict[str, Any], list[float]]:
-            named = self._named(payload)
+    async def _asked(self, server: _Server, ids: list[int]) -> tuple[StoredText, Tensor]:
+        """Return a text's states, and the differences of its log-probabilities from them in nats [T - 1]."""
+        try:
+            states_TSH, payload = await self._fetched(server, ids, prompt_logprobs=0)
             try:
                 listed = payload["choices"][0]["prompt_logprobs"]
                 told = [float(entry[str(token)]["logprob"]) for entry, token in zip(listed[1:], ids[1:], strict=True)]
-            except (TypeError, KeyError, ValueError) as error:
+            except (TypeError, LookupError, ValueError) as error:
                 raise BadAnswer(f"no prompt_logprobs of the text ({reason_of(error)})") from error
-            return named, told
-
-        try:
-            named, told = await server.client.ask("/completions", body, read)
-            try:
-                states_TSH = await self._read(named, ids)
-            finally:
-                await self.transport.delete(named)
-        except (BadAnswer, RequestFailed, ServerUnusable, TimeoutError, *UNREADABLE) as error:
+        except (BadAnswer, RequestFailed, ServerUnusable, *UNREADABLE) as error:
             raise ConfigError(f"teacher.server: {reason_of(error)}; expected hidden states of {self.served}") from error
         with torch.no_grad():
             weight = self.lm_head.weight
-            final_TH = self._finished(states_TSH)[:-1, : self.hidden_size].to(weight)
+            final_TH = in_order(states_TSH[:-1], self._order[:1], self._finish).to(weight)
             labels_T1 = torch.tensor(ids[1:], device=weight.device)[:, None]
             own_T = self.lm_head(final_TH).float().log_softmax(-1).gather(1, labels_T1)[:, 0]
-        return (own_T.cpu() - torch.tensor(told)).abs()
+        return StoredText(torch.tensor(ids), states_TSH), (own_T.cpu() - torch.tensor(told)).abs()
 
 
 class ServedTeacher(CachedTeacher):

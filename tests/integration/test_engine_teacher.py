@@ -1,5 +1,6 @@
 """Training on the hidden states of a running engine: the run of an online teacher, faults, restarts and resumption."""
 
+import gc
 import json
 import os
 import socket
@@ -14,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import LETTERS, make_llama
+from conftest import LETTERS, make_llama, make_tokenizer
 from hs_connectors.mooncake_store import MooncakeHiddenStatesStore, MooncakeStoreConfig
 from mooncake.store import MooncakeDistributedStore
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from states_server import STORE_FAULTS, StatesEngine, running
 from transformers import LlamaForCausalLM
 
@@ -129,7 +130,7 @@ def test_faults_are_asked_again(recipe_file: Path, engine: StatesEngine, address
     texts = list(dict.fromkeys(engine.asked))[8:]  # those of the comparison before the first step come first
     faults = ["nan", "other tokens", "other layers", "no path", "torn", "late", 503, "no file"]
     engine.faults = {text: [fault] for text, fault in zip(texts, faults, strict=False)}
-    train(recipe_of(recipe_file, tmp_path / "faults", *served(engine.folder, address, timeout_seconds=0.5)))
+    train(recipe_of(recipe_file, tmp_path / "faults", *served(engine.folder, address, timeout_seconds=1.5)))
     assert not any(engine.faults.values()), "every fault was met"
     assert losses_of(tmp_path / "faults") == losses_of(tmp_path / "plain")
     assert not list(engine.folder.glob("*.safetensors"))
@@ -228,6 +229,57 @@ def test_two_engines_share_the_requests(recipe_file: Path, engine: StatesEngine,
     assert losses_of(tmp_path / "both") == losses_of(tmp_path / "plain")
 
 
+def test_layers_are_compared_with_those_of_the_whole_target(
+    recipe_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of two engines the second one returns another layer, which its log-probabilities do not show."""
+    model, folder, states = make_llama(num_hidden_layers=4), tmp_path / "deep", tmp_path / "states"
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    states.mkdir()
+    deep = [f"target.model={folder}", "drafter.layers=[1, 3]"]
+    with (
+        running(StatesEngine(model, states, (1, 3, 4))) as right,
+        running(StatesEngine(deepcopy(model), states, (1, 2, 4))) as other,
+    ):
+        train(recipe_of(recipe_file, tmp_path / "plain", *deep, *served(states, right)))
+        assert "layers compared" not in capsys.readouterr().err
+        train(recipe_of(recipe_file, tmp_path / "compared", *deep, *served(states, right, compare=True)))
+        assert "; all layers compared with the target's, at most 0.00% off; " in capsys.readouterr().err
+        train(recipe_of(recipe_file, tmp_path / "compared", *deep, *served(states, right)))  # is the same run
+        run_of(recipe_file, tmp_path / "other", *deep, *served(states, right, other))
+        with pytest.raises(ConfigError) as refused:
+            train(recipe_of(recipe_file, tmp_path / "wrong", *deep, *served(states, right, other, compare=True)))
+    assert losses_of(tmp_path / "compared") == losses_of(tmp_path / "plain")
+    held = "layer 1 (0.0% off), layer 2 (0.0% off), layer 4 (0.0% off)"
+    assert f"{other}/v1 returns {held} as layers [1, 3, 4]; expected these, less than 10% off" in str(refused.value)
+    assert not list(states.iterdir())
+
+
+def test_the_whole_target_is_released_after_the_comparison(
+    recipe_file: Path, engine: StatesEngine, address: str, tmp_path: Path
+) -> None:
+    def models() -> list[LlamaForCausalLM]:
+        return [it for it in gc.get_objects() if type(it) is LlamaForCausalLM]
+
+    before = models()
+    run = run_of(recipe_file, tmp_path / "run", *served(engine.folder, address, compare=True))
+    assert [it for it in models() if not any(it is other for other in before)] == [run.target.model]
+
+
+def test_a_target_that_cannot_be_loaded_whole_is_refused_before_anything_is_requested(
+    recipe_file: Path, engine: StatesEngine, address: str, tiny_target_folder: Path, tmp_path: Path
+) -> None:
+    file = tiny_target_folder / "model.safetensors"
+    outside = {name: tensor for name, tensor in load_file(file).items() if ".layers." not in name}
+    save_file(outside, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError) as refused:
+        train(recipe_of(recipe_file, tmp_path / "run", *served(engine.folder, address, compare=True)))
+    assert "model.layers.0." in str(refused.value)
+    assert not engine.asked
+    train(recipe_of(recipe_file, tmp_path / "run", *served(engine.folder, address)))
+
+
 @pytest.mark.slow
 def test_two_processes_request_rows_of_their_own(
     recipe_file: Path, engine: StatesEngine, address: str, tmp_path: Path
@@ -241,7 +293,7 @@ def test_two_processes_request_rows_of_their_own(
         one.faults, one.for_good = {lost: ["nan"]}, True
     train(alone)
     with running(other) as second:
-        overrides = [f"output={tmp_path / 'both'}", *served(engine.folder, address, second)]
+        overrides = [f"output={tmp_path / 'both'}", *served(engine.folder, address, second, compare=True)]
         ended = launched(recipe_file, *overrides, processes=2)
     assert ended.returncode == 0, ended.stderr[-2000:]
     torch.testing.assert_close(losses_of(tmp_path / "both"), losses_of(tmp_path / "alone"), rtol=1e-5, atol=1e-5)
@@ -288,6 +340,7 @@ def test_evaluations_are_estimates_that_choose_the_best_drafter(
         ("weights", [], "nats from the server's"),
         ("layers", [], "the engine was started with other layers than [1, 2]"),
         ("context", [], "max_model_len=9, and the longest text has"),
+        ("no log-probabilities", [], "no prompt_logprobs of the text"),
         ("no connector", [], "the engine has no connector for hidden states"),
         ("", ['teacher.server.folder="/nowhere"'], "teacher.server.folder='/nowhere'; expected a folder"),
         ("", ['teacher.server.model="other"'], "does not serve other; expected one of target"),
@@ -306,6 +359,9 @@ def test_bad_input_is_one_line_before_the_first_step(
         engine.layers = (2,)
     if fault == "context":
         engine.context = 9
+    if fault == "no log-probabilities":
+        answer = engine.answer
+        engine.answer = lambda body, fault: {**answer(body, fault), "choices": [{"text": "x"}]}
     if fault == "no connector":
         engine.faults = NoPath()
     with running(engine) as address, pytest.raises(ConfigError) as refused:
@@ -385,7 +441,7 @@ def test_a_store_gives_the_run_of_a_folder(
     assert (host, segment, master) == ("127.0.0.1", 0, store)
     texts = list(dict.fromkeys(engine.asked))[8:]  # those of the comparison before the first step come first
     engine.faults = {text: [fault] for text, fault in zip(texts, STORE_FAULTS, strict=False)}
-    train(recipe_of(recipe_file, tmp_path / "faults", *from_store(store, address, timeout_seconds=0.5)))
+    train(recipe_of(recipe_file, tmp_path / "faults", *from_store(store, address, timeout_seconds=1.5)))
     assert not any(engine.faults.values()), "every fault was met"
     assert not MooncakeDistributedStore.objects
     engine.store = None

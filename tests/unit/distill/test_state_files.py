@@ -10,10 +10,17 @@ from conftest import make_llama
 from datasets import Dataset
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+    PreTrainedModel,
+)
 
-from draftsmith.distill.hidden_state_cache import CachedTeacher
-from draftsmith.distill.state_files import FileStates, StateFiles, _own_states
+from draftsmith.distill.hidden_state_cache import CachedTeacher, states_of
+from draftsmith.distill.state_files import FileStates, StateFiles
 from draftsmith.distill.teacher import OnlineTeacher
 from draftsmith.errors import ConfigError
 from draftsmith.heads.base import FINAL
@@ -43,8 +50,9 @@ def rows_of(ids: list[list[int]]) -> Dataset:
 def states(model: PreTrainedModel, ids: list[int], layers: tuple[int, ...]) -> Tensor:
     """[T, S, H] in the engine's dtype; the last layer is before the last norm, as vLLM has it."""
     depth = model.config.num_hidden_layers
-    every = _own_states(OnlineTeacher(model, tuple(range(1, depth + 1))), ids)
-    return torch.stack([every[depth if layer == FINAL else layer - 1] for layer in layers], 1)
+    every_TW = states_of(OnlineTeacher(model, tuple(range(1, depth + 1))), [ids])[0]
+    every = every_TW.chunk(depth + 1, -1)  # the final states first
+    return torch.stack([every[max(layer, 0)] for layer in layers], 1)
 
 
 def vllm(folder: Path, model: PreTrainedModel, ids: list[list[int]], layers: tuple[int, ...], dtype: Any) -> str:
@@ -102,8 +110,17 @@ def test_a_norm_by_another_name_is_found(tmp_path: Path) -> None:
     sizes = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": DEPTH, "n_head": 2, "n_positions": 64}
     model = GPT2LMHeadModel(GPT2Config(**sizes, initializer_range=0.2)).eval().requires_grad_(False)
     model.transformer.ln_f.bias.uniform_()
+    found = files(vllm(tmp_path / "states", model, texts(), (2, DEPTH), torch.bfloat16))
+    close(model, found, rows_of(texts()), (2,), 2e-2)
+
+
+def test_a_target_whose_last_norm_lies_in_its_last_layer_needs_its_final_states(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": DEPTH, "n_head": 2, "n_positions": 64}
+    model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(**sizes, initializer_range=0.2)).eval().requires_grad_(False)
+    model.transformer.h[-1].ln_2.weight.uniform_(0.5, 1.5)
     found = files(vllm(tmp_path / "states", model, texts(), (2, DEPTH), torch.float32))
-    close(model, found, rows_of(texts()), (2,), 1e-4)
+    assert "expected the final states, no norm of the last layer" in _refused(model, found, (2,), texts())
 
 
 def test_packed_rows_have_the_states_of_their_documents(tmp_path: Path) -> None:
@@ -169,6 +186,7 @@ DAMAGED: dict[str, Any] = {
     "empty": lambda content: b"",
     "width": {"hidden_states": torch.zeros(4, 2, WIDTH + 1)},
     "length": {"hidden_states": torch.zeros(5, 2, WIDTH)},
+    "axis": {"hidden_states": torch.zeros(4)},
     "dtype": {"hidden_states": torch.zeros(4, 2, WIDTH, dtype=torch.int32)},
     "vocabulary": {"token_ids": torch.tensor([1, 2, VOCAB, 3])},
     "negative": {"token_ids": torch.tensor([1, -2, 0, 3])},
@@ -234,8 +252,7 @@ def test_speculators_rows_of_tokens_are_data(tmp_path: Path, recipe_file: Path) 
     kept = tmp_path / "prepared" / "hidden_states"
     kept.mkdir()
     for place, row in enumerate(ids):
-        every = _own_states(OnlineTeacher(model, (1, 2)), row)
-        tensors = {"hidden_states": every[:2].transpose(0, 1).bfloat16().contiguous(), "token_ids": torch.tensor(row)}
+        tensors = {"hidden_states": states(model, row, (1, 2)).bfloat16(), "token_ids": torch.tensor(row)}
         save_file(tensors, kept / f"hs_{place}.safetensors")
     options = ["drafter={type: eagle3, layers: [1, 2]}", f"data.prompts={tmp_path}/prepared", "data.response=text"]
     options += ["evaluation.count=2", "train.evaluate_every=2", "train.steps=2"]
