@@ -29,11 +29,11 @@ from draftsmith.train.run_folder import (
     METRICS,
     TARGET,
     append_metrics,
-    comparable,
     finish,
     flush_metrics,
     read_metrics,
     restart_metrics,
+    stored_values,
 )
 from draftsmith.train.step import Last
 from draftsmith.train.training_data import TrainingData
@@ -192,7 +192,7 @@ class Record:
         if self._main:
             best = self.best
             progress = Progress(step, best.tau, best.step, last.alpha, last.quality_kl, evaluated, end, self._fixed)
-            recipe, keep = comparable(self._recipe), self._recipe.train.keep_checkpoints
+            recipe, keep = stored_values(self._recipe), self._recipe.train.keep_checkpoints
             with self._writing(METRICS):
                 flush_metrics(self._folder)
             with self._writing(CHECKPOINTS):

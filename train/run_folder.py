@@ -45,10 +45,10 @@ def check_output(recipe: Recipe) -> None:
     if not (folder / RECIPE).is_file():
         raise ConfigError(f"output={folder} holds files but no {RECIPE}; expected an empty folder or an earlier run")
     try:
-        stored = parse_yaml(read_text(folder / RECIPE))
+        values = parse_yaml(read_text(folder / RECIPE))
     except (OSError, ValueError) as error:
         raise _unknown(str(folder / RECIPE), error) from error
-    before, subject = _stored(stored, str(folder / RECIPE)), f"output={folder} holds"
+    before, subject = _stored(values, str(folder / RECIPE)), f"output={folder} holds"
     train = before.train.model_copy(update=recipe.train.model_dump(include=MAY_CHANGE))
     _require_same(recipe, before.model_copy(update={"train": train}), subject)
     if comparable(before) != comparable(recipe) and not _continues(before, recipe):
@@ -153,7 +153,7 @@ def claim_output(recipe: Recipe) -> None:
         clear_leftovers(folder / CHECKPOINTS)
         if not finished:
             (folder / FINISHED).unlink(missing_ok=True)
-            write_text(folder / RECIPE, dump_yaml(comparable(recipe)))
+            write_text(folder / RECIPE, dump_yaml(stored_values(recipe)))
     except OSError as error:
         raise ConfigError(f"output={folder} cannot be written ({error}); expected a folder with room") from error
 
@@ -182,13 +182,24 @@ def _unknown(place: str, error: Exception) -> ConfigError:
     return ConfigError(f"{place} is not a recipe that this version knows ({error}); expected another output")
 
 
+SERVED = {"concurrency", "timeout_seconds", "failures", "in_flight", "ahead", "patience_minutes", "compare"}
+SERVED |= {"url", "urls", "folder", "store", "store_gib"}
+"""Keys of servers that change no answer and no state: where they are, and how they are asked."""
+
+
 def comparable(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe as plain values, without the keys that may differ between two starts of one run."""
-    # Keys about where weights and activations are stored, and of checks, change no number.
+    values = stored_values(recipe)
+    for section in (values["data"], values["teacher"]):
+        section["server"] = {key: it for key, it in (section["server"] or {}).items() if key not in SERVED}
+    return values
+
+
+def stored_values(recipe: Recipe) -> dict[str, Any]:
+    """Return the recipe as plain values, as it is kept with a run: without keys that change no number."""
     placed = {"sharded", "offload"}
     recomputed = {"activation_checkpointing", "sequence_parallel"}
     excluded = {"output": True, "target": placed, "train": recomputed, "data": {"exclude_rows"}}
-    excluded |= {"teacher": {"server": {"compare"}}}
     return recipe.model_dump(mode="json", exclude=excluded)
 
 

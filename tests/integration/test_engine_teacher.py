@@ -300,7 +300,7 @@ def test_two_processes_request_rows_of_their_own(
     assert not list(engine.folder.iterdir())
 
 
-def test_a_killed_run_continues(
+def test_a_killed_run_continues_with_an_engine_elsewhere(
     recipe_file: Path, engine: StatesEngine, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overrides = served(engine.folder, address)
@@ -316,7 +316,8 @@ def test_a_killed_run_continues(
         patch.setattr(TrainingRun, "step", killed)
         with pytest.raises(KeyboardInterrupt):
             train(recipe_of(recipe_file, tmp_path / "run", *overrides))
-    train(recipe_of(recipe_file, tmp_path / "run", *overrides))
+    with running(engine) as elsewhere:
+        train(recipe_of(recipe_file, tmp_path / "run", *served(engine.folder, elsewhere, in_flight=3, ahead=1)))
     assert losses_of(tmp_path / "run") == losses_of(tmp_path / "whole")
     assert not list(engine.folder.iterdir())
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
@@ -122,6 +123,17 @@ def test_where_the_target_lies_makes_no_other_run(recipe_file: Path) -> None:
     plain, sharded = (load_recipe(str(recipe_file), [f"target.sharded={value}"]) for value in ("false", "true"))
     assert sharded.target.sharded
     assert comparable(plain) == comparable(sharded)
+
+
+def test_where_an_engine_is_makes_no_other_run(recipe_file: Path) -> None:
+    """Nor how it is asked; its model and its sampling do."""
+
+    def of(*overrides: str) -> dict[str, Any]:
+        return comparable(load_recipe(str(recipe_file), ["data.server.model=m", *overrides]))
+
+    here = of("data.server.url=http://a:1")
+    assert of("data.server.url=http://b:2", "data.server.concurrency=3", "data.server.failures=1") == here
+    assert of("data.server.url=http://a:1", "data.server.top_p=0.9") != here
 
 
 @pytest.mark.parametrize("name", CONFIGS)
