@@ -136,7 +136,10 @@ def test_faults_are_asked_again(recipe_file: Path, engine: StatesEngine, address
     assert not list(engine.folder.glob("*.safetensors"))
 
 
-def test_a_lost_row_leaves_its_step(recipe_file: Path, engine: StatesEngine, address: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("parts", [1, 4], ids=["beside others", "alone"])
+def test_a_lost_row_leaves_its_step(
+    parts: int, recipe_file: Path, engine: StatesEngine, address: str, tmp_path: Path
+) -> None:
     start = [f"start_from={tmp_path / 'first' / 'drafter'}"]  # an untrained one would be fitted to other rows
     train(recipe_of(recipe_file, tmp_path / "first", "train.steps=2"))
     whole = run_of(recipe_file, tmp_path / "online", *start)
@@ -144,7 +147,8 @@ def test_a_lost_row_leaves_its_step(recipe_file: Path, engine: StatesEngine, add
     tokens = sum(end - start for row in kept for start, end in whole.data.rows[row]["spans"])
     expected = whole.engine.module(whole.batch(kept), 0.0, whole.last).loss.item() / tokens
     engine.faults, engine.for_good = {tuple(whole.data.rows[lost]["input_ids"]): ["nan"]}, True
-    train(recipe_of(recipe_file, tmp_path / "served", *start, "train.steps=1", *served(engine.folder, address)))
+    short = ["train.steps=1", f"train.gradient_accumulation={parts}"]
+    train(recipe_of(recipe_file, tmp_path / "served", *start, *short, *served(engine.folder, address)))
     assert losses_of(tmp_path / "served") == pytest.approx([expected], rel=1e-5)
 
 
