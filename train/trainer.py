@@ -204,7 +204,7 @@ class TrainingRun:
         torch.manual_seed(settings.seed * 1_000_003 + step * 1_009 + self.context.text_share[1])
         indices = self._indices(step)
         if self.expect is not None:
-            later = [self._indices(step + more) for more in range(self.ahead + 1)]
+            later = [self._indices(at) for at in range(step, min(step + self.ahead + 1, self.end))]
             self.expect([rows for global_batch in later for rows in self._own(global_batch)])
         tokens = response_tokens(self.data.rows, indices) if self.served is None else self._served_tokens(indices)
         rate = settings.rate(step, self.end)

@@ -304,6 +304,17 @@ def test_two_processes_request_rows_of_their_own(
     assert not list(engine.folder.iterdir())
 
 
+def test_nothing_is_requested_after_the_last_step(
+    recipe_file: Path, engine: StatesEngine, address: str, tmp_path: Path
+) -> None:
+    run = run_of(recipe_file, tmp_path / "run", "train.steps=2", *served(engine.folder, address, ahead=3))
+    begun = len(engine.asked)
+    run.train()
+    read = {row for step in range(2) for row in batch_indices(0, step, 4, run.data.trained)}
+    read.update(range(run.data.trained, len(run.data.rows)))
+    assert set(engine.asked[begun:]) == {tuple(run.data.rows[row]["input_ids"]) for row in read}
+
+
 def test_a_killed_run_continues_with_an_engine_elsewhere(
     recipe_file: Path, engine: StatesEngine, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
