@@ -92,6 +92,9 @@ class TeacherServerSection(Section):
     """For 'mooncake': address of mooncake_master, such as 10.0.0.1:50051."""
     store_gib: Annotated[Number, Field(gt=0)] = 4.0
     """For 'mooncake': GiB that each engine gives to the store; states in flight must fit into 90 % of them."""
+    answers_gib: Annotated[Number, Field(ge=0)] = 0.0
+    """GiB of `folder` for states that the servers write with answers, which are kept until their row is trained on, so
+    that it is not requested again. Those that do not fit are deleted, by default all."""
     in_flight: Count = 8
     """Requests at a time to each server."""
     ahead: Count = 2
@@ -124,6 +127,8 @@ class TeacherServerSection(Section):
             raise ConfigError(f"teacher.server.{key} is missing, with {given}; expected a {key}")
         if places[other] is not None:
             raise ConfigError(f"teacher.server.{other}={places[other]!r} with {given}; expected null")
+        if self.answers_gib and key == "store":
+            raise ConfigError(f"teacher.server.answers_gib={self.answers_gib:g} with {given}; expected 0, or a folder")
         if self.store is not None and not re.fullmatch(r"[^\s:/]+:[0-9]{1,5}", self.store):
             raise ConfigError.of("teacher.server.store", self.store, "host:port of mooncake_master")
         return self

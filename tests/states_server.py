@@ -2,6 +2,8 @@
 
 POST /v1/completions {prompt: tokens} ──▶ {kv_transfer_params: {hidden_states_path}}; the file is locked until written
                                       ──▶ {kv_transfer_params: {handle, …}}; the key is missing until written
+
+It answers, too, with the target's tokens; with include_output_tokens the states are those of prompt and answer.
 """
 
 import fcntl
@@ -11,12 +13,14 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import torch
+from engine_server import Engine, model_answers
 from hs_connectors.mooncake_store import VERSION, MooncakeHiddenStatesStore, packed_layout
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
@@ -35,13 +39,18 @@ class StatesEngine:
     layers: Sequence[int]
     context: int = 4096
     faults: dict[tuple[int, ...], list[Any]] = field(default_factory=dict)
-    """Faults of the next answers to a prompt; the last one stays if it is repeated with `for_good`."""
+    """Faults of the next answers to a text, whose states are read; the last stays if it is repeated with `for_good`."""
     for_good: bool = False
     store: MooncakeHiddenStatesStore | None = None
     """Where the states go instead of the folder."""
     late_seconds: float = 0.05
     asked: list[tuple[int, ...]] = field(default_factory=list)
+    """All prompts, of which the engine computes every token."""
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        answers = model_answers(deepcopy(self.target))  # hooks are those of a thread
+        self.answering = Engine(model="target", answer=answers)
 
     def fault_of(self, prompt: tuple[int, ...]) -> Any:
         with self.lock:
@@ -69,23 +78,32 @@ class StatesEngine:
         return torch.stack([every[layer][0] for layer in sorted(set(self.layers))], 1), told
 
     def answer(self, body: dict[str, Any], fault: Any) -> dict[str, Any]:
-        prompt = body["prompt"]
-        states, told = self.states(prompt)
+        prompt, reply = self.answering.prompt_of(body), {"choices": [{"text": "x"}]}
+        read = prompt
+        if "return_token_ids" in body:
+            self.answering.begin(body)
+            reply = self.answering.reply(body)
+            if (body.get("kv_transfer_params") or {}).get("include_output_tokens"):
+                read = [*prompt, *reply["choices"][0]["token_ids"][:-1]]
+        states, told = self.states(read)
         if fault == "nan":
             states[0, 0, 0] = torch.nan
         if fault == "other layers":
             states = states[:, :-1]
-        tokens = torch.tensor(prompt) + (1 if fault == "other tokens" else 0)
+        tokens = torch.tensor(read) + (1 if fault == "other tokens" else 0)
         sample = {"token_ids": tokens, "hidden_states": states.contiguous()}
-        params = self._to_folder(sample, fault) if self.store is None else self._to_store(self.store, sample, fault)
-        choice: dict[str, Any] = {"text": "x"}
+        name = f"{'chat' if 'messages' in body else ''}cmpl-{uuid.uuid4()}-0"
+        params = (
+            self._to_folder(name, sample, fault) if self.store is None else self._to_store(self.store, sample, fault)
+        )
         if "prompt_logprobs" in body:
             shown = zip(prompt[1:], told.tolist(), strict=True)
-            choice["prompt_logprobs"] = [None, *({str(token): {"logprob": value}} for token, value in shown)]
-        return {"choices": [choice], **({} if fault == "no path" else {"kv_transfer_params": params})}
+            listed = [None, *({str(token): {"logprob": value}} for token, value in shown)]
+            reply["choices"][0]["prompt_logprobs"] = listed
+        return {**reply, **({} if fault == "no path" else {"kv_transfer_params": params})}
 
-    def _to_folder(self, sample: dict[str, torch.Tensor], fault: Any) -> dict[str, Any]:
-        path = self.folder / f"cmpl-{uuid.uuid4()}-0.safetensors"
+    def _to_folder(self, name: str, sample: dict[str, torch.Tensor], fault: Any) -> dict[str, Any]:
+        path = self.folder / f"{name}.safetensors"
         if fault == "late":
             threading.Thread(target=self._write_late, args=(path, sample), daemon=True).start()
         elif fault == "torn":
@@ -134,7 +152,7 @@ def running(engine: StatesEngine, port: int = 0) -> Iterator[str]:
             if closed.is_set():
                 self.close_connection = True
                 return
-            fault = engine.fault_of(tuple(body["prompt"]))
+            fault = engine.fault_of(tuple(engine.answering.prompt_of(body)))
             if isinstance(fault, int):
                 self._send(fault, {"error": {"message": "a fault"}})
             else:

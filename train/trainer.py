@@ -145,6 +145,9 @@ class TrainingRun:
         self.read_images = read_images(recipe.data, self.target)
         start = partial(start_drafter, recipe, self.drafter, self.teacher, self.data, self.batch)
         sizes = start() if self.served is None else start_once(accelerator, self.drafter, start)
+        if self.served is not None:  # after the start, whose regression reads the state of each last token
+            found = self.served.found_answers() if accelerator.is_main_process else {}
+            (self.served.answers,) = broadcast_object_list([found])
         self.clock = PartClock(accelerator.device, PARTS)
         part = sequence_part(recipe.train.sequence_parallel, accelerator)
         step, optimizers, self.adapters = make_step(
@@ -186,6 +189,8 @@ class TrainingRun:
         if stopping.agreed is not None:
             self.console.say(f"{name}: stopped by a signal after step {step}; the same command continues from there")
             return
+        if self.served is not None:
+            self.served.delete_answers()
         self.record.finish(step, self.memory.peak(), self.estimate, self.data)
         best = self.record.best
         peak = in_units(self.memory.peak())

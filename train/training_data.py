@@ -17,6 +17,7 @@ from draftsmith.distill.data_section import (
     DataSection,
     Prompts,
     SourceSection,
+    base_url,
     counts_of,
     sources_of,
     with_written_prompts,
@@ -226,11 +227,13 @@ def _sampled(context: RunContext, chat: Chat, target: LoadedTarget, examples: Da
     model = None if recipe.target.sharded or not has_layers(target.model) else target.model
     check = partial(require_served, target=target.name, model=model)
     identity = fingerprint_of_numbers(target.model)
-    asker = ServerSampler(data, chat, seed, context_limit(target.model.config), identity)
+    engine, main, more = recipe.teacher.server, context.accelerator.is_main_process, {}
+    if engine is not None and engine.answers_gib and data.server.base_url in map(base_url, engine.addresses):
+        more = {"kv_transfer_params": {"include_output_tokens": True}}
+    asker = ServerSampler(data, chat, seed, context_limit(target.model.config), identity, more=more)
     from draftsmith.distill.server.transport import swept
 
-    main = context.accelerator.is_main_process
-    with context.accelerator.main_process_first(), swept(recipe.teacher.server if main else None):
+    with context.accelerator.main_process_first(), swept(engine if main else None):
         # the others read what it has stored
         return server_samples(asker, examples, console.say, check, progress=console.visible)
 

@@ -57,6 +57,8 @@ class ServerSampler:
     target: str
     accepts: Accepts = field(default_factory=Accepts)
     """As the greedy probe found them."""
+    more: dict[str, Any] = field(default_factory=dict)
+    """Further fields of every request, on which answers do not depend."""
 
     def __post_init__(self) -> None:
         assert self.data.server is not None, "the section names a server"
@@ -102,6 +104,7 @@ class ServerSampler:
             "seed": request_seed(self.seed, *seed),
             **prompt_fields(asked, self.chat, path, self.accepts),
             **self.server.extra_body,
+            **self.more,
             **instead,
         }
         if self.context is not None:  # engines refuse to be asked for more

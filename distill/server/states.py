@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,6 +25,7 @@ from draftsmith.distill.data_section import TeacherServerSection, server_section
 from draftsmith.distill.hidden_state_cache import CachedTeacher
 from draftsmith.distill.layerless import finish_of
 from draftsmith.distill.server.client import BadAnswer, RequestFailed, ServerClient, ServerUnusable
+from draftsmith.distill.server.state_folder import FolderTransport, text_key
 from draftsmith.distill.server.transport import opened
 from draftsmith.distill.state_files import (
     COMPARED_TOKENS,
@@ -85,6 +87,8 @@ class ServedStates:
     say: Callable[[str], None]
     lost: set[int] = field(default_factory=set, init=False)
     """Rows without usable states."""
+    answers: dict[int, dict[str, Any]] = field(default_factory=dict, init=False)
+    """What names the states that were written with answers and are not read yet, by `text_key`."""
     lm_head: TargetHead = field(init=False)
 
     def __post_init__(self) -> None:
@@ -111,6 +115,21 @@ class ServedStates:
         self._thread.join()
         self._loop.close()
         self.transport.close()
+
+    def found_answers(self) -> dict[int, dict[str, Any]]:
+        """Return `answers`, say how many there are, and delete the states of texts that no row has."""
+        if not isinstance(self.transport, FolderTransport) or not self.settings.answers_gib:
+            return {}
+        keys = [text_key(ids) for row in range(len(self.rows)) for ids in texts_of(self.rows, row)]
+        found = self._wait(self.transport.answers(set(keys)))
+        count = sum(key in found for key in keys)
+        self.say(f"teacher: the states of {count:,} of {len(keys):,} texts were written with their answers")
+        return found
+
+    def delete_answers(self) -> None:
+        """Delete the states of texts that were never trained on, and of requests that ended too late."""
+        if isinstance(self.transport, FolderTransport) and self.settings.answers_gib:
+            self._wait(self.transport.answers(()))
 
     def expect(self, order: Iterable[Sequence[int]]) -> None:
         """Request the states of the rows that are read next, in place of those of earlier calls."""
@@ -211,6 +230,8 @@ class ServedStates:
 
     async def _states(self, ids: list[int]) -> Tensor:
         """Return the states of a text [T, S, H]; BadAnswer after `ATTEMPTS` answers without usable ones."""
+        if (written_TSH := await self._written(ids)) is not None:
+            return written_TSH
         attempts, reason = 0, ""
         while attempts < ATTEMPTS:
             server = await self._least_busy()
@@ -236,6 +257,23 @@ class ServedStates:
             return await self._read(named, ids), payload
         finally:
             await self.transport.delete(named)
+
+    async def _written(self, ids: list[int]) -> Tensor | None:
+        """Return the states that were written with a text's answer, zeros for its last token; None for no usable ones.
+
+        They are then deleted. No training target depends on the last one.
+        """
+        named = self.answers.pop(text_key(ids), None)
+        if named is None or not Path(named["hidden_states_path"]).exists():  # another process has read it
+            return None
+        try:
+            states_TSH = await self._read(named, ids[:-1])
+        except (BadAnswer, *UNREADABLE):
+            return None
+        finally:
+            await self.transport.delete(named)
+        self._alive = time.monotonic()  # no server was asked meanwhile
+        return nn.functional.pad(states_TSH, (0, 0, 0, 0, 0, 1))
 
     async def _least_busy(self) -> _Server:
         """Return the server with the fewest requests; wait while none answers, up to `patience_minutes`."""

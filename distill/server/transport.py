@@ -75,11 +75,12 @@ def opened(settings: TeacherServerSection) -> Transport:
 
 @contextmanager
 def swept(settings: TeacherServerSection | None) -> Iterator[None]:
-    """Delete the states that an engine writes of answers, which nobody reads, inside the context."""
+    """Delete the states that an engine writes of answers, but those of `answers_gib`, inside the context."""
     if settings is None:
         yield
         return
     transport, done = opened(settings), threading.Event()
+    transport.require_room(0)
 
     def repeat() -> None:
         while not done.wait(OLD_SECONDS / 2):

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 import yaml
 from conftest import LETTERS, make_llama, make_tokenizer
+from engine_server import TEMPLATE, Engine, model_answers
 from hs_connectors.mooncake_store import MooncakeHiddenStatesStore, MooncakeStoreConfig
 from mooncake.store import MooncakeDistributedStore
 from safetensors.torch import load_file, save_file
@@ -24,6 +26,7 @@ from transformers import LlamaForCausalLM
 
 from draftsmith.distill.data_section import TeacherServerSection
 from draftsmith.distill.dataset import HeldOut
+from draftsmith.distill.server.answers import AnswerJournal
 from draftsmith.distill.server.transport import swept
 from draftsmith.errors import ConfigError, DraftsmithError, EngineLost
 from draftsmith.train.launch import make_accelerator
@@ -541,3 +544,243 @@ def test_a_store_that_cannot_be_used_is_one_line(
     with pytest.raises(ConfigError) as refused:
         train(recipe_of(recipe_file, tmp_path / "run", *given))
     assert message in str(refused.value)
+
+
+ANSWERED = ("data.response=target", "data.temperature=0", "data.prompt_tokens=16", "data.response_tokens=12")
+EPOCH = ("train.steps=5", "train.batch_size=5", "train.evaluate_every=99")
+"""Of the 25 rows that are trained on."""
+
+
+@pytest.fixture
+def questions(recipe_file: Path, tmp_path: Path) -> Path:
+    """Return the recipe with 30 different prompts, which the engine answers greedily."""
+    rows = [{"prompt": LETTERS[i % 13 :][: 3 + i // 13]} for i in range(30)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return recipe_file
+
+
+def texts_of(run: TrainingRun) -> list[tuple[int, ...]]:
+    assert run.served is not None
+    return [tuple(ids) for row in range(run.data.trained) for ids in texts_of(run.served.rows, row)]
+
+
+def asked_in(run: TrainingRun, engine: StatesEngine) -> list[int]:
+    """Train, and return how often each text was requested meanwhile."""
+    begun = len(engine.asked)
+    run.train()
+    assert run.served is not None
+    run.served.close()
+    return [engine.asked[begun:].count(text) for text in texts_of(run)]
+
+
+@pytest.mark.parametrize(
+    ("more", "kept"),
+    [
+        ((), {"answers_gib": 1}),
+        (("drafter={type: dflash, layers: [1], block_size: 4}",), {"answers_gib": 1, "transfer": "fp8"}),
+        (("data.pack=true", "data.prompt_tokens=40", "train.batch_size=2", "train.steps=8"), {"answers_gib": 1}),
+    ],
+    ids=["plain", "dflash", "packed"],
+)
+def test_the_states_of_answers_are_those_of_a_request(
+    more: tuple[str, ...], kept: dict[str, Any], questions: Path, engine: StatesEngine, address: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """In the first epoch no text is requested, in the second each is, and the losses are the same."""
+    overrides = [*ANSWERED, *EPOCH, "train.steps=10", *more]
+    one = run_of(questions, tmp_path / "kept", *overrides, *served(engine.folder, address, **kept))
+    assert "the states of 30 of 30 texts were written with their answers" in capsys.readouterr().err
+    assert len(list(engine.folder.iterdir())) == 30
+    assert set(asked_in(one, engine)) == {1}
+    assert not list(engine.folder.iterdir())
+    again = run_of(questions, tmp_path / "plain", *overrides, *served(engine.folder, address))
+    assert set(asked_in(again, engine)) == {2}
+    assert_equal_runs(tmp_path / "kept", tmp_path / "plain", rtol=1e-6, atol=1e-6)
+    taus = [
+        [row["evaluation"]["tau"] for row in read_metrics(run.folder) if "evaluation" in row] for run in (one, again)
+    ]
+    assert taus[0] == pytest.approx(taus[1])
+
+
+def test_a_killed_run_uses_the_states_of_answers_that_are_left(
+    questions: Path, engine: StatesEngine, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Killed while answers are sampled, and in the third step; in the end no file is left."""
+    overrides = [*ANSWERED, *EPOCH, *served(engine.folder, address, answers_gib=1, ahead=1)]
+    add, step = AnswerJournal.add, TrainingRun.step
+
+    def killed(journal: AnswerJournal, *arguments: Any) -> None:
+        if len(journal) == 12:
+            raise KeyboardInterrupt
+        add(journal, *arguments)
+
+    def stopped(run: TrainingRun, at: int) -> dict[str, Any]:
+        if at == 2:
+            raise KeyboardInterrupt
+        return step(run, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AnswerJournal, "add", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(recipe_of(questions, tmp_path / "run", *overrides))
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingRun, "step", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            train(recipe_of(questions, tmp_path / "run", *overrides))
+    assert "the states of 30 of 30 texts were written" in capsys.readouterr().err
+    run = run_of(questions, tmp_path / "run", *overrides)
+    requested = {row for row, count in enumerate(asked_in(run, engine)) if count}
+    assert requested <= set(batch_indices(0, 2, 5, run.data.trained)), "what was read ahead"
+    assert not list(engine.folder.iterdir())
+    train(recipe_of(questions, tmp_path / "plain", *ANSWERED, *EPOCH, *served(engine.folder, address)))
+    assert_equal_runs(tmp_path / "run", tmp_path / "plain", rtol=1e-6, atol=1e-6)
+
+
+def test_states_of_answers_that_cannot_be_used_are_requested(
+    questions: Path, engine: StatesEngine, address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Damaged files, also those that are lost or replaced after they were found; what lies elsewhere stays."""
+    overrides = [*ANSWERED, *EPOCH, *served(engine.folder, address, timeout_seconds=30)]
+    train(recipe_of(questions, tmp_path / "plain", *overrides))
+    assert not any("kv_transfer_params" in body for body in engine.answering.asked)
+    overrides.append("teacher.server.answers_gib=1")
+    (tmp_path / "cache").rename(tmp_path / "earlier")
+    first = run_of(questions, tmp_path / "run", *overrides)
+    files = {tuple(load_file(file)["token_ids"].tolist()): file for file in engine.folder.iterdir()}
+    cut, *spoilt = [text for text in dict.fromkeys(texts_of(first))][:8]
+    cut_file, *files_of = [files[text[:-1]] for text in (cut, *spoilt)]
+    outside = Path(shutil.copy(files_of[0], tmp_path / "cmpl-1.safetensors"))
+    cut_file.write_bytes(cut_file.read_bytes()[:-9])
+    cut_file.with_name("cmpl-x.safetensors").symlink_to(outside)
+    os.utime(shutil.copy(outside, cut_file.with_name("cmpl-w.safetensors")), (1, 1))  # another of the same text
+    cut_file.with_name("cmpl-v.safetensors.lock").touch()
+    save_file({"token_ids": torch.ones(2, 2)}, cut_file.with_name("cmpl-y.safetensors"))
+    save_file({"token_ids": torch.ones(2)}, cut_file.with_name("cmpl-z.safetensors"))
+    capsys.readouterr()
+    run = run_of(questions, tmp_path / "run", *overrides)
+    assert "the states of 29 of 30 texts were written" in capsys.readouterr().err
+    assert len(list(engine.folder.iterdir())) == 29
+    good = load_file(files_of[0])
+    states, tokens = good["hidden_states"], good["token_ids"]
+    others = [
+        {"hidden_states": states * torch.nan}, {"hidden_states": states[:, :1].contiguous()},
+        {"hidden_states": states[:, :, 1:].contiguous()}, {"token_ids": tokens + 1},
+    ]  # fmt: skip
+    for file, other in zip(files_of, others, strict=False):
+        save_file({**load_file(file), **other}, file)
+    *_, lost, torn, linked = files_of
+
+    async def written(path: Path) -> None:
+        assert path.exists(), "a missing file is not waited for"
+
+    monkeypatch.setattr("draftsmith.distill.server.state_folder.written", written)
+    lost.unlink()
+    torn.write_bytes(b"x")
+    linked.unlink()
+    linked.symlink_to(outside)
+    counts = dict(zip(texts_of(run), asked_in(run, engine), strict=True))
+    assert {text for text, count in counts.items() if count} == {cut, *spoilt}
+    assert outside.exists()
+    assert not list(engine.folder.iterdir())
+    assert_equal_runs(tmp_path / "run", tmp_path / "plain", rtol=1e-6, atol=1e-6)
+
+
+def test_states_of_answers_that_are_still_written_are_waited_for(
+    questions: Path, engine: StatesEngine, address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last = json.loads((tmp_path / "prompts.jsonl").read_text().splitlines()[-1])["prompt"]
+    engine.faults = {tuple(engine.answering.tokenizer(last)["input_ids"]): ["late"]}
+    engine.late_seconds = 3.0
+    kept = served(engine.folder, address, answers_gib=1, timeout_seconds=60)
+    run_of(questions, tmp_path / "run", *ANSWERED, *EPOCH, *kept)
+    assert "the states of 30 of 30 texts were written" in capsys.readouterr().err
+    assert not any(engine.faults.values())
+    assert len(list(engine.folder.iterdir())) == 30
+
+
+def test_states_of_answers_are_deleted_with_their_run(
+    questions: Path, engine: StatesEngine, address: str, tmp_path: Path
+) -> None:
+    """Those of rows that no step had, and those that an interrupted run of other data has left."""
+    overrides = [*ANSWERED, *EPOCH, *served(engine.folder, address, answers_gib=1)]
+    run_of(questions, tmp_path / "interrupted", *overrides)
+    assert len(list(engine.folder.iterdir())) == 30
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i:03}"}) for i in range(12)))
+    run = run_of(questions, tmp_path / "run", *overrides, "train.steps=1", "train.batch_size=2")
+    assert len(list(engine.folder.iterdir())) == 12
+    run.train()
+    assert not list(engine.folder.iterdir())
+
+
+def test_conversations_have_the_states_of_their_last_answer(
+    questions: Path, engine: StatesEngine, address: str, tmp_path: Path
+) -> None:
+    """The files of earlier turns are deleted."""
+    users = [[{"role": "user", "content": LETTERS[i + turn :][:2]} for turn in (0, 5)] for i in range(12)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"messages": messages}) for messages in users))
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    overrides = [*ANSWERED, "data.turns=all", f"data.chat_template={tmp_path / 'template.jinja'}", "train.steps=1"]
+    run = run_of(questions, tmp_path / "run", *overrides, *served(engine.folder, address, answers_gib=1))
+    kept = {tuple(load_file(file)["token_ids"].tolist()) for file in engine.folder.glob("chatcmpl-*")}
+    assert kept == {tuple(ids[:-1]) for ids in run.data.rows["input_ids"]}
+    assert len(list(engine.folder.iterdir())) == 12
+    assert [len(spans) for spans in run.data.rows["spans"]] == [2] * 12
+    assert not any(asked_in(run, engine))
+
+
+def test_answers_of_another_server_have_no_states(
+    questions: Path, engine: StatesEngine, address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [*ANSWERED, *EPOCH, *served(engine.folder, address, answers_gib=1)]
+    with Engine(model="target", answer=model_answers(deepcopy(engine.target))).running() as other:
+        run = run_of(questions, tmp_path / "run", *overrides, f"data.server={{url: '{other.url}', model: target}}")
+    assert len(other.asked) > 30
+    assert not any("kv_transfer_params" in body for body in other.asked)
+    assert "the states of 0 of 30 texts were written" in capsys.readouterr().err
+    assert set(asked_in(run, engine)) == {1}
+
+
+def test_patience_begins_after_the_states_of_answers_are_read(
+    questions: Path, engine: StatesEngine, address: str, tmp_path: Path
+) -> None:
+    """An epoch may pass without a request."""
+    overrides = [*ANSWERED, *served(engine.folder, address, answers_gib=1, patience_minutes=0.002)]
+    run = run_of(questions, tmp_path / "run", *overrides)
+    assert run.served is not None
+    for server in run.served._servers:
+        server.down_until = float("inf")
+    run.served._alive -= 3600
+    run.served.read([0])
+    assert len(list(engine.folder.iterdir())) == 29, "it is read once"
+    with pytest.raises(EngineLost, match="no server answers for 0 minutes"):
+        run.served.read([0])
+
+
+def test_a_folder_without_room_for_the_states_of_answers_is_refused_before_they_are_sampled(
+    questions: Path, engine: StatesEngine, address: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"GiB are free, .*, those of answers 1000000.0 GiB \(answers_gib\)"):
+        train(recipe_of(questions, tmp_path / "run", *ANSWERED, *served(engine.folder, address, answers_gib=1e6)))
+    assert not engine.asked
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_states_of_answers(
+    questions: Path, engine: StatesEngine, address: str, tmp_path: Path
+) -> None:
+    overrides = [*ANSWERED, "train.steps=10", "train.batch_size=6", "train.evaluate_every=4"]
+    alone = run_of(questions, tmp_path / "alone", *overrides, *served(engine.folder, address))
+    alone.train()
+    engine.asked.clear()
+    (tmp_path / "cache").rename(tmp_path / "earlier")
+    both = [f"output={tmp_path / 'both'}", *overrides, *served(engine.folder, address, answers_gib=1)]
+    ended = launched(questions, *both, processes=2)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert "the states of 30 of 30 texts were written" in ended.stderr
+    requests = sum(engine.asked.count(text) for text in texts_of(alone))
+    compared, start, later = 2 * 8, 6, 10 * 6 - 25
+    assert 0 <= compared + start + later - requests < 4, "both may read a text at the same time"
+    torch.testing.assert_close(losses_of(tmp_path / "both"), losses_of(tmp_path / "alone"), rtol=1e-5, atol=1e-5)
+    assert not list(engine.folder.iterdir())

@@ -64,7 +64,9 @@ def test_states_of_the_last_layer_become_the_final_ones(name: str, tmp_path: Pat
         return  # refused
     whole = kind.from_pretrained(tmp_path).eval()  # some set the row of the padding token to zero
     states: list[torch.Tensor] = []
-    layers_of(whole)[-1].register_forward_hook(lambda _m, _a, out: states.append(out if torch.is_tensor(out) else out[0]))
+    layers_of(whole)[-1].register_forward_hook(
+        lambda _m, _a, out: states.append(out if torch.is_tensor(out) else out[0])
+    )
     ids = torch.arange(3, 19)[None]
     expected = final_states(whole, ids, torch.ones_like(ids))
     final = finish_of(bare)(states[0])

@@ -1,8 +1,10 @@
 """The command of an engine, room for states in flight, and folders that are swept."""
 
+import fcntl
 import json
 import os
 import shlex
+import shutil
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +16,7 @@ from hs_connectors.mooncake_store import MooncakeStoreConfig
 
 from draftsmith.distill.data_section import TeacherServerSection
 from draftsmith.distill.server.client import BadAnswer
+from draftsmith.distill.server.state_folder import FolderTransport
 from draftsmith.distill.server.transport import bytes_in_flight, engine_command, swept, transport_of
 from draftsmith.errors import ConfigError
 from draftsmith.train.recipe import load_recipe
@@ -71,6 +74,7 @@ def test_states_in_flight_must_fit_the_store() -> None:
         ({"store": None}, "teacher.server.store is missing, with teacher.server.transfer='mooncake'"),
         ({"store": "a"}, "teacher.server.store='a'; expected host:port of mooncake_master"),
         ({"transfer": "fp8", "folder": "/s"}, "teacher.server.store='10.0.0.1:50051' with teacher.server.transfer="),
+        ({"answers_gib": 1}, "teacher.server.answers_gib=1 with teacher.server.transfer='mooncake'; expected 0, or a"),
         ({"transfer": "file", "store": None}, "teacher.server.folder is missing, with teacher.server.transfer='file'"),
     ],
 )
@@ -102,7 +106,7 @@ def test_an_answer_names_only_keys_of_requests(changed: dict[str, Any], message:
         transport.named({**params, **changed})
 
 
-def test_states_in_flight_must_fit_the_folder(tmp_path: Path) -> None:
+def test_states_in_flight_must_fit_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = TeacherServerSection(urls="http://localhost:8000", folder=str(tmp_path), ahead=1)
     sizes = {"batch_rows": 4, "tokens": 100, "layers": 4, "hidden_size": 8}
     needed = bytes_in_flight(settings, **sizes, dtype=torch.bfloat16)
@@ -111,6 +115,13 @@ def test_states_in_flight_must_fit_the_folder(tmp_path: Path) -> None:
     transport.require_room(needed)
     with pytest.raises(ConfigError, match="GiB are free, and states in flight take up to"):
         transport.require_room(2**60)
+    disk = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: disk._replace(free=2**20))
+    (tmp_path / "cmpl-1.safetensors").write_bytes(b"x" * 2**20)
+    transport = transport_of(settings.model_copy(update={"answers_gib": 1 / 1024}))
+    transport.require_room(2**20)
+    with pytest.raises(ConfigError, match=r"those of answers 0.0 GiB \(answers_gib\); expected more room, or less of"):
+        transport.require_room(2**20 + 1)
 
 
 def test_states_of_answers_are_deleted_and_other_files_are_not(tmp_path: Path) -> None:
@@ -122,7 +133,38 @@ def test_states_of_answers_are_deleted_and_other_files_are_not(tmp_path: Path) -
         for file in (*kept, *states):
             file.write_bytes(b"x")
             os.utime(file, (old, old))
+        lock = tmp_path / "cmpl-3.safetensors.lock"
+        lock.touch()
+        os.utime(lock, (old + 30, old + 30))
     assert sorted(tmp_path.iterdir()) == sorted(kept)
+
+
+def test_the_newest_states_of_answers_are_kept_up_to_a_size(tmp_path: Path) -> None:
+    """Neither a young file is deleted, nor one that the engine still writes; their sizes count."""
+    sizes, mib = {"answers_gib": 2.5 / 1024, "urls": "http://a:1"}, 2**20
+    transport = FolderTransport(TeacherServerSection(folder=str(tmp_path), **sizes))
+    names = ["young", "new", "old", "older", "held", "oldest"]
+    for age, name in enumerate(names):
+        file, made = tmp_path / f"cmpl-{name}.safetensors", time.time() - 60 * age
+        file.write_bytes(b"x" * mib)
+        file.with_name(f"{file.name}.lock").touch()
+        for path in (file, file.with_name(f"{file.name}.lock")):
+            os.utime(path, (made, made))
+
+    def left() -> set[str]:
+        return {path.name[len("cmpl-") :].removesuffix(".safetensors") for path in tmp_path.glob("*.safetensors")}
+
+    with (tmp_path / "cmpl-held.safetensors.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        transport.clear()
+        assert left() == {"young", "new", "held"}
+        for name in ("a", "b", "c"):
+            (tmp_path / f"cmpl-{name}.safetensors").write_bytes(b"x" * mib)
+        transport.clear()
+        assert left() == {"a", "b", "c", "young", "held"}
+        assert (tmp_path / "cmpl-held.safetensors.lock").exists()
+    transport.clear(age=0.0)
+    assert left() == {"c", "b"}
 
 
 def test_the_first_engine_answers_where_no_other_server_is_named() -> None:

@@ -1,6 +1,8 @@
 """Gradients of the training step: encoder-decoder batches, and how far adapters follow the drafter."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +39,54 @@ def test_an_encoder_reads_prompts_and_a_decoder_responses() -> None:
     assert batch.mask_BT.tolist() == [[True, True, True, False], [True, False, False, False]]
     plain = collate(ROWS, [0], CPU, limit=3)
     assert plain.mask_BT.tolist() == [[False, True, True, True, False]]
+
+
+STATE_DRAFTERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "medusa": ({}, {}),
+    "eagle": ({"train_steps": 3}, {"feature_weight": 1.0}),
+    "hass": ({"train_steps": 3}, {"feature_weight": 1.0, "top_k_weight": 1.0}),
+    "eagle3": ({"layers": [1, 2], "train_steps": 3}, {}),
+    "mtp": ({"train_steps": 3}, {}),
+    "peagle": ({"layers": [1, 2]}, {}),
+    "dflash": ({"layers": [1, 2], "block_size": 4, "confidence_head": True}, {}),
+}
+"""Drafters that read the target's states, with options of their objective."""
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", STATE_DRAFTERS)
+def test_no_loss_depends_on_the_state_of_a_texts_last_token(kind: str, packed: bool) -> None:
+    """An engine that writes states with its answer has none of it. All tokens but the first are trained."""
+    target = make_llama().requires_grad_(False)
+    options, objective = STATE_DRAFTERS[kind]
+    drafter = HEADS[kind].from_target(target, **options).float().train()
+    texts = [[5, 6, 7, 8, 9, 11, 12], [3, 4, 2, 1, 13, 14, 15, 16]]
+    rows = [{"input_ids": ids, "spans": [[1, len(ids)]]} for ids in texts]
+    if packed:
+        spans, lengths = [[1, 7], [8, 15]], list(map(len, texts))
+        rows = [{"input_ids": [*texts[0], *texts[1]], "spans": spans, "documents": lengths}]
+    teacher = OnlineTeacher(target, drafter.needs.layers)
+    own = teacher.signals(collate(Dataset.from_list(rows), list(range(len(rows))), CPU))
+    ends, weights = [(0, 6), (0, 14) if packed else (1, 7)], [it for it in drafter.parameters() if it.requires_grad]
+
+    def gradients_of(value: float, before: int) -> list[Tensor]:
+        """Of 8 losses, with states of this value `before` positions before the ends."""
+        changed_BT1 = torch.zeros_like(own.mask_BT)[..., None]
+        for row, place in ends:
+            changed_BT1[row, place - before] = True
+        hidden_BTH, features_BTF = (
+            None if it is None else it.masked_fill(changed_BT1, value) for it in (own.hidden_BTH, own.features_BTF)
+        )
+        assert hidden_BTH is not None
+        signals = replace(own, hidden_BTH=hidden_BTH, features_BTF=features_BTF)
+        torch.manual_seed(0)  # block drafters draw the positions that they are trained at
+        read = [Objective(**objective)(drafter.unroll(signals), signals, teacher.lm_head) for _ in range(8)]
+        loss = torch.stack([sums.loss for sums in read]).sum()
+        return [loss, *torch.autograd.grad(loss, weights, allow_unused=True)]
+
+    for one, other in zip(gradients_of(0.0, 0), gradients_of(1e3, 0), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    assert abs(float(gradients_of(0.0, 1)[0] - gradients_of(1e3, 1)[0])) > 0.1, "the state before it matters"
 
 
 def test_heads_that_are_read_without_gradient_first_are_trained_in_bf16() -> None:
