@@ -71,11 +71,13 @@ def sampled(states_nF: Tensor) -> Tensor:
 def next_states(signals: TeacherSignals) -> tuple[Tensor, Tensor, Tensor]:
     """Return features [n, F'], the tokens [n] after them, and the target's states [n, H] at these tokens.
 
-    Of all neighbours in one document, in prompts as well as answers, whose states are finite.
+    Of all neighbours in one document, in prompts as well as answers, whose states are finite and not all zero: those of
+    a text's last token may be missing, and those of a whole row.
     """
     ids_BT, hidden_BTH = signals.input_ids_BT, signals.hidden_BTH
     features_BTF = hidden_BTH if signals.features_BTF is None else signals.features_BTF
     kept_BT = signals.attention_mask_BT.bool() & hidden_BTH.isfinite().all(-1) & features_BTF.isfinite().all(-1)
+    kept_BT &= hidden_BTH.any(-1)
     pairs_BT = kept_BT[:, :-1] & kept_BT[:, 1:]
     if signals.documents_BT is not None:
         pairs_BT &= signals.documents_BT[:, :-1] == signals.documents_BT[:, 1:]
