@@ -183,7 +183,7 @@ def _unknown(place: str, error: Exception) -> ConfigError:
 
 
 SERVED = {"concurrency", "timeout_seconds", "failures", "in_flight", "ahead", "patience_minutes", "compare"}
-SERVED |= {"url", "urls", "folder", "store", "store_gib"}
+SERVED |= {"url", "urls", "folder", "store", "store_gib", "answers_gib"}
 """Keys of servers that change no answer and no state: where they are, and how they are asked."""
 
 

@@ -28,6 +28,7 @@ from draftsmith.distill.data_section import TeacherServerSection
 from draftsmith.distill.dataset import HeldOut
 from draftsmith.distill.server.answers import AnswerJournal
 from draftsmith.distill.server.transport import swept
+from draftsmith.distill.state_files import texts_of
 from draftsmith.errors import ConfigError, DraftsmithError, EngineLost
 from draftsmith.train.launch import make_accelerator
 from draftsmith.train.recipe import Recipe, load_recipe
@@ -559,7 +560,7 @@ def questions(recipe_file: Path, tmp_path: Path) -> Path:
     return recipe_file
 
 
-def texts_of(run: TrainingRun) -> list[tuple[int, ...]]:
+def trained_texts(run: TrainingRun) -> list[tuple[int, ...]]:
     assert run.served is not None
     return [tuple(ids) for row in range(run.data.trained) for ids in texts_of(run.served.rows, row)]
 
@@ -570,7 +571,7 @@ def asked_in(run: TrainingRun, engine: StatesEngine) -> list[int]:
     run.train()
     assert run.served is not None
     run.served.close()
-    return [engine.asked[begun:].count(text) for text in texts_of(run)]
+    return [engine.asked[begun:].count(text) for text in trained_texts(run)]
 
 
 @pytest.mark.parametrize(
@@ -649,7 +650,7 @@ def test_states_of_answers_that_cannot_be_used_are_requested(
     (tmp_path / "cache").rename(tmp_path / "earlier")
     first = run_of(questions, tmp_path / "run", *overrides)
     files = {tuple(load_file(file)["token_ids"].tolist()): file for file in engine.folder.iterdir()}
-    cut, *spoilt = [text for text in dict.fromkeys(texts_of(first))][:8]
+    cut, *spoilt = [text for text in dict.fromkeys(trained_texts(first))][:8]
     cut_file, *files_of = [files[text[:-1]] for text in (cut, *spoilt)]
     outside = Path(shutil.copy(files_of[0], tmp_path / "cmpl-1.safetensors"))
     cut_file.write_bytes(cut_file.read_bytes()[:-9])
@@ -680,7 +681,7 @@ def test_states_of_answers_that_cannot_be_used_are_requested(
     torn.write_bytes(b"x")
     linked.unlink()
     linked.symlink_to(outside)
-    counts = dict(zip(texts_of(run), asked_in(run, engine), strict=True))
+    counts = dict(zip(trained_texts(run), asked_in(run, engine), strict=True))
     assert {text for text, count in counts.items() if count} == {cut, *spoilt}
     assert outside.exists()
     assert not list(engine.folder.iterdir())
@@ -779,7 +780,7 @@ def test_two_processes_share_the_states_of_answers(
     ended = launched(questions, *both, processes=2)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert "the states of 30 of 30 texts were written" in ended.stderr
-    requests = sum(engine.asked.count(text) for text in texts_of(alone))
+    requests = sum(engine.asked.count(text) for text in trained_texts(alone))
     compared, start, later = 2 * 8, 6, 10 * 6 - 25
     assert 0 <= compared + start + later - requests < 4, "both may read a text at the same time"
     torch.testing.assert_close(losses_of(tmp_path / "both"), losses_of(tmp_path / "alone"), rtol=1e-5, atol=1e-5)
