@@ -26,6 +26,9 @@ SERVER_KEY = "DRAFTSMITH_SERVER_KEY"
 """Environment variable with the server's key. Keys of other services are never sent."""
 CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 """Environment variables with a file or a folder of certificates."""
+ENGINE = "http://ENGINE:8000"
+PLACES = {"urls": ENGINE, "store": "STORE:50051", "folder": "STATES"}
+"""What is published in place of the addresses and the folder in `teacher.server`."""
 OWN_FIELDS = ("model", "messages", "prompt", "tools", "max_tokens", "temperature", "top_p", "seed", "n", "stream")
 """Fields of a request that `extra_body` cannot replace."""
 

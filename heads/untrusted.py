@@ -343,6 +343,8 @@ class StoredTarget(BaseModel, frozen=True, strict=True, extra="ignore"):
     outside_fingerprint: Text | None = None
     """Fingerprint of the weights outside of the layers; see `outside_fingerprints`."""
     tokenizer_fingerprint: Text | None = None
+    engine: Text | None = None
+    """The command of the engine whose hidden states the drafter was trained on, without addresses."""
     quality: dict[str, float] | None = None
 
 

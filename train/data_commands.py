@@ -74,7 +74,6 @@ def engine_command_of(recipe: Recipe) -> str:
     Raises:
         ConfigError: for a recipe with another teacher, or a drafter that does not fit the target.
     """
-    from draftsmith.distill.load_target import source_of
     from draftsmith.distill.server.transport import engine_command
     from draftsmith.train.estimate.fake_run import served_layers
 
@@ -83,9 +82,7 @@ def engine_command_of(recipe: Recipe) -> str:
         raise ConfigError(f"teacher.kind={recipe.teacher.kind!r}; expected 'server', with teacher.server")
     recipe = with_section(recipe)
     _, config = recipe.target.load_tokenizer()
-    longest = recipe.data.prompt_tokens + recipe.data.response_tokens
-    target, layers = recipe.target, served_layers(recipe, config)
-    return engine_command(server, source_of(target.model), target.revision, target.dtype, layers, longest)
+    return engine_command(server, recipe.target, recipe.data, served_layers(recipe, config))
 
 
 def _written(

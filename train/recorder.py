@@ -53,11 +53,15 @@ class BestDrafter:
         drafter: TrainableDrafter,
         draft_length: int,
         adapters: Adapters | None,
+        engine: str | None,
     ) -> None:
+        """`engine`: the command of the engine that computes the target's states; None without one."""
         self.tau, self.step = 0.0, 0
         self._recipe, self._target, self._drafter, self._draft_length = recipe, target, drafter, draft_length
         self._adapters = adapters
         self._described = describe_target(target.model, target.tokenizer, target.name, target.revision)
+        if engine is not None:
+            self._described["engine"] = engine
 
     def offer(self, step: int, result: dict[str, Any]) -> None:
         """Save the drafter when no earlier tau is higher and its target is within `cotrain.max_quality_kl`."""

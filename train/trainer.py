@@ -14,6 +14,7 @@ from accelerate.utils import broadcast_object_list
 
 from draftsmith.decode.clock import PartClock
 from draftsmith.distill.cotraining import measure_quality
+from draftsmith.distill.data_section import PLACES
 from draftsmith.distill.teacher import Batch
 from draftsmith.errors import EngineLost
 from draftsmith.heads.model_config import context_limit, start_token
@@ -157,13 +158,22 @@ class TrainingRun:
             compile_drafter(self.drafter)
         fixed = fixed_tensors(self.drafter)  # whole here, before an engine shards them
         self.engine = make_engine(recipe, accelerator, step, optimizers)
-        best = BestDrafter(recipe, self.target, self.drafter, self.draft_length, self.adapters)
+        best = BestDrafter(recipe, self.target, self.drafter, self.draft_length, self.adapters, self._served_by())
         self.stopping = Stopping()
         self.record = Record(context, best, self.engine, self.stopping, fixed)
         progress = self.record.progress
         self.begin, self.evaluated = (0, False) if progress is None else (progress.step, progress.evaluated)
         self.last = Last() if progress is None else progress.last
         self.end = (progress and progress.end) or recipe.train.steps
+
+    def _served_by(self) -> str | None:
+        """Return the command of the engine that computes the target's states, without addresses; None without one."""
+        recipe, server = self.recipe, self.recipe.teacher.server
+        if self.served is None or server is None:
+            return None
+        from draftsmith.distill.server.transport import engine_command
+
+        return engine_command(server.model_copy(update=PLACES), recipe.target, recipe.data, self.served.served)
 
     def train(self) -> None:
         """Take the remaining steps, with evaluations and checkpoints, and write the run's summary."""

@@ -12,9 +12,11 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from draftsmith.distill.data_section import TeacherServerSection
+from draftsmith.distill.data_section import DataSection, TeacherServerSection
+from draftsmith.distill.load_target import source_of
 from draftsmith.distill.server.state_folder import OLD_SECONDS, FolderTransport
 from draftsmith.distill.server.state_store import StoreTransport
+from draftsmith.distill.target_section import TargetSection
 from draftsmith.errors import ConfigError
 
 
@@ -97,29 +99,21 @@ def swept(settings: TeacherServerSection | None) -> Iterator[None]:
         transport.close()
 
 
-def engine_command(
-    settings: TeacherServerSection, model: str, revision: str | None, dtype: str, layers: list[int], longest: int
-) -> str:
-    """Return the commands that start the engines of a run, by lines.
-
-    Args:
-        model: a folder, or a name on the Hub.
-        layers: the ids whose outputs they return.
-        longest: tokens of the longest text.
-    """
+def engine_command(settings: TeacherServerSection, target: TargetSection, data: DataSection, layers: list[int]) -> str:
+    """Return the commands that start the engines of a run, by lines; `layers`: the ids whose outputs they return."""
     extract = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
     shown = {"hf_config": {"eagle_aux_hidden_state_layer_ids": layers}}
     options: dict[str, Any] = {
         "served-model-name": settings.model,
-        "revision": revision,
-        "dtype": dtype,
-        "max-model-len": longest + 1,
+        "revision": target.revision,
+        "dtype": target.dtype,
+        "max-model-len": data.prompt_tokens + data.response_tokens + 1,
         "generation-config": "vllm",  # else answers have the temperature, top_k and so on of the checkpoint's
         "speculative-config": json.dumps({**extract, "draft_model_config": shown}),
     }
     words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
-    transport = transport_of(settings)
-    commands = []
+    words += ["--trust-remote-code"] if target.trust_remote_code else []
+    model, transport, commands = source_of(target.model), transport_of(settings), list[str]()
     for address in map(urlsplit, settings.addresses):
         config = json.dumps({**transport.connector(str(address.hostname)), "kv_role": "kv_producer"})
         port = ["--port", str(address.port)] if address.port else []

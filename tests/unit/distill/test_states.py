@@ -14,10 +14,11 @@ import pytest
 import torch
 from hs_connectors.mooncake_store import MooncakeStoreConfig
 
-from draftsmith.distill.data_section import TeacherServerSection
+from draftsmith.distill.data_section import PLACES, DataSection, TeacherServerSection
 from draftsmith.distill.server.client import BadAnswer
 from draftsmith.distill.server.state_folder import FolderTransport
 from draftsmith.distill.server.transport import bytes_in_flight, engine_command, swept, transport_of
+from draftsmith.distill.target_section import TargetSection
 from draftsmith.errors import ConfigError
 from draftsmith.train.recipe import load_recipe
 
@@ -25,7 +26,9 @@ from draftsmith.train.recipe import load_recipe
 @pytest.mark.parametrize("transfer", ["file", "fp8"])
 def test_the_command_of_an_engine(transfer: str) -> None:
     settings = TeacherServerSection(urls="http://localhost:8000", folder="/dev/shm/it's", transfer=transfer)
-    words = shlex.split(engine_command(settings, "org/model", "abc", "bfloat16", [2, 18, 36], 1536))
+    target = TargetSection(model="org/model", revision="abc", dtype="bfloat16")
+    data = DataSection(prompt_tokens=512, response_tokens=1024)
+    words = shlex.split(engine_command(settings, target, data, [2, 18, 36]))
     options = dict(zip(words[3::2], words[4::2], strict=True))
     assert words[:3] == ["vllm", "serve", "org/model"]
     assert options["--max-model-len"] == "1537"
@@ -47,7 +50,7 @@ def of_store(*urls: str, **values: Any) -> TeacherServerSection:
 def test_the_commands_of_a_store() -> None:
     """Each engine is known to the others by the host of its address; the master listens at the given one alone."""
     settings = of_store("http://a:8000", "http://b:8000", "http://b:8001", store_gib=1.5)
-    master, *engines = map(shlex.split, engine_command(settings, "m", None, "bfloat16", [36], 99).splitlines())
+    master, *engines = map(shlex.split, engine_command(settings, TargetSection(), DataSection(), [36]).splitlines())
     assert master == ["mooncake_master", "--rpc_address=10.0.0.1", "--rpc_port=50051", "--metrics_host=127.0.0.1"]
     connectors = [json.loads(words[-1]) for words in engines]
     stores = [connector["kv_connector_extra_config"]["mooncake"] for connector in connectors]
@@ -58,6 +61,10 @@ def test_the_commands_of_a_store() -> None:
     assert config.master_server_address == settings.store
     assert connectors[0]["kv_connector"] == "MooncakeHiddenStatesConnector"
     assert find_spec(connectors[0]["kv_connector_module_path"]) is not None
+    public = engine_command(settings.model_copy(update=PLACES), TargetSection(), DataSection(), [36])
+    assert public.startswith("mooncake_master --rpc_address=STORE --rpc_port=50051 ")
+    assert len(public.splitlines()) == 2, "engines that differ in their addresses alone"
+    assert "10.0.0.1" not in public
 
 
 def test_states_in_flight_must_fit_the_store() -> None:

@@ -139,6 +139,7 @@ LARGE = 10**9
     [
         (_set(OURS, "target", "vocab_size", to="64"), r"draftsmith\.target\.vocab_size='64'"),
         (_set(OURS, "target", "hidden_size", to=10**12), r"draftsmith\.target\.hidden_size=1000000000000"),
+        (_set(OURS, "target", "engine", to=["vllm"]), r"draftsmith\.target\.engine=\['vllm'\]"),
         (_set(OURS, "draft_length", to=LARGE), rf"draftsmith\.draft_length={LARGE}"),
         (_set(OURS, "format", to=2), r"draftsmith\.format=2"),
         (_set(OURS, "type", to="__class__"), "is of type '__class__'; expected one of"),
