@@ -261,8 +261,10 @@ def training_plots(runs: dict[str, list[dict[str, Any]]]) -> list[Plot]:
 
 
 def plot_training(runs: dict[str, list[dict[str, Any]]]) -> Plot:
-    """Plot loss, alpha and measured tau over the steps; `runs` holds the rows of `metrics.jsonl` by drafter."""
-    title = "Training: loss, agreement with the target, and measured tau"
+    """Plot loss, alpha and tau over the steps; `runs` holds the rows of `metrics.jsonl` by drafter."""
+    estimated = any(row.get("evaluation", {}).get("estimated") for metrics in runs.values() for row in metrics)
+    tau, texts = ("estimated tau", "held-out answers") if estimated else ("measured tau", "held-out prompts, decoded")
+    title = f"Training: loss, agreement with the target, and {tau}"
     with plt.rc_context(STYLE):
         figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8))
         for number, (name, metrics) in enumerate(runs.items()):
@@ -284,7 +286,7 @@ def plot_training(runs: dict[str, list[dict[str, Any]]]) -> Plot:
         for axis, label in (
             (left, "loss (nats per token)"),
             (middle, "alpha on target samples"),
-            (right, "measured tau"),
+            (right, tau),
         ):
             axis.set_xlabel("step")
             axis.set_ylabel(label)
@@ -294,7 +296,7 @@ def plot_training(runs: dict[str, list[dict[str, Any]]]) -> Plot:
         for formatted in (left.yaxis.set_major_formatter, left.yaxis.set_minor_formatter):
             formatted(StrMethodFormatter("{x:g}"))  # the default writes formulas, which `STYLE` shows as text
         middle.set_title("fainter: later draft positions", fontsize=9)
-        right.set_title("held-out prompts, decoded", fontsize=9)
+        right.set_title(texts, fontsize=9)
         figure.suptitle(title, fontsize=11)
         figure.tight_layout()
     plt.close(figure)

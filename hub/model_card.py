@@ -4,7 +4,7 @@ The metadata follow the Hub's schema (huggingface/hub-docs, modelcard.md). `base
 finetune, merge and quantized; a head, which only works with the target's states, is closest to an adapter, and a draft
 model to a finetune. A `model-index` has a task, a data set and metrics for each result.
 
-Local paths are cut to their last part.
+Local paths are cut to their last part, and addresses are those of an `ENGINE`.
 """
 
 import math
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import EvalResult, ModelCardData
 from markupsafe import Markup
 
+from draftsmith.distill.data_section import ENGINE
 from draftsmith.errors import ConfigError
 from draftsmith.heads.configs import DRAFTERS
 from draftsmith.heads.formats.common import (
@@ -33,7 +34,7 @@ from draftsmith.storage import write_json, write_text
 from draftsmith.terminal import interval, markdown_environment
 
 if TYPE_CHECKING:
-    from draftsmith.eval.results import ResultRow, StoredEvaluation
+    from draftsmith.eval.results import ResultRow, ServerRow, StoredEvaluation
 
 TASK = "text-generation"
 
@@ -45,7 +46,7 @@ def _card_data(
     licence: str | None,
     base_model: str | None,
     datasets: list[str],
-    rows: "list[ResultRow]",
+    rows: "list[ResultRow | ServerRow]",
     prompts: str,
 ) -> ModelCardData:
     """Return the metadata of a card: `rows` are those over all prompts, whose name is `prompts`."""
@@ -65,8 +66,9 @@ def _card_data(
     )
 
 
-def _results(row: "ResultRow", prompts: str) -> list[EvalResult]:
-    conditions = f"T={row['temperature']:g}, {row['policy']}, batch {row['batch_size']}"
+def _results(row: "ResultRow | ServerRow", prompts: str) -> list[EvalResult]:
+    served = "concurrency" in row
+    how = f"{row['concurrency']} requests" if served else f"{row['policy']}, batch {row['batch_size']}"
     named = (("speedup", "speedup", 3), ("tau", "acceptance length tau", 3), ("alpha", "acceptance rate alpha", 4))
     return [
         EvalResult(
@@ -74,10 +76,11 @@ def _results(row: "ResultRow", prompts: str) -> list[EvalResult]:
             dataset_type=re.sub(r"[^\w./-]+", "-", prompts),
             dataset_name=prompts,
             metric_type=key,
-            metric_value=round(row[key], digits),
-            metric_name=f"{words} ({conditions})",
+            metric_value=round(value, digits),
+            metric_name=f"{words} (T={row['temperature']:g}, {how})",
         )
         for key, words, digits in named
+        if (value := row[key]) is not None  # an engine may not count it
     ]
 
 
@@ -91,6 +94,11 @@ QUOTED_PATH = re.compile(START + r".*(?=.$)", re.DOTALL)
 FILES = (".json", ".jsonl", ".ndjson", ".gz", ".txt", ".parquet", ".arrow", ".csv")
 
 
+ON_HUB = r"(?:[\w-]+\.)*(?:huggingface|hf)\.co(?![\w@:-]|\.\w)"
+ADDRESS = re.compile(rf"""https?://(?!{ON_HUB})(?:\[[\w:.]*\]|[^\s/'"?,;()\[\]])+""", re.IGNORECASE)
+"""Scheme, host and port of an address that is not the Hub's."""
+
+
 def is_local(name: str) -> bool:
     """Return whether a target or a prompt file is named by a local path, not by a Hub id `user/name`."""
     anywhere = name.startswith((".", "/", "~", "\\")) or bool(PureWindowsPath(name).drive)
@@ -102,21 +110,21 @@ def last_part(path: str) -> str:
     return (PureWindowsPath(path) if "\\" in path else PurePosixPath(path)).name or path
 
 
-def without_local_paths(value: Any) -> Any:
-    """Return plain values in which every absolute path in a text is cut to its last part; keys are not changed.
+def without_local_names(value: Any) -> Any:
+    """Return plain values in which absolute paths in texts are cut to their last part, and addresses are `ENGINE`.
 
     A path may have spaces if it is the whole text, or in quotes.
     """
     if isinstance(value, dict):
-        return {key: without_local_paths(entry) for key, entry in value.items()}
+        return {without_local_names(key): without_local_names(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [without_local_paths(entry) for entry in value]
+        return [without_local_names(entry) for entry in value]
     if not isinstance(value, str):
         return value
     if value.startswith(("/", "~/", "\\\\")) or PureWindowsPath(value).is_absolute():
         return last_part(value)
     value = QUOTED.sub(lambda word: QUOTED_PATH.sub(_last_part, word[0]), value)
-    return PATH.sub(_last_part, value)
+    return ADDRESS.sub(ENGINE, PATH.sub(_last_part, value))
 
 
 def _last_part(path: re.Match[str]) -> str:
@@ -156,7 +164,7 @@ def write_card(
 
     section = checkpoint_section(folder)
     evaluation = evaluation and _about(drafter, evaluation)
-    rows = [] if evaluation is None else evaluation["rows"]
+    rows, served = ([], []) if evaluation is None else (evaluation["rows"], evaluation.get("server", []))
     overall, metrics = [row for row in rows if row["category"] == OVERALL], metrics or []
     target, base_model = base_model or _target_name(section), base_model or hub_target(section)
     name = repo or str(folder)
@@ -167,7 +175,7 @@ def write_card(
         licence=licence,
         base_model=base_model,
         datasets=_hub_datasets(recipe),
-        rows=overall,
+        rows=[*overall, *served],
         prompts="" if evaluation is None else last_part(evaluation["settings"]["prompts"]),
     )
     plots = evaluation_plots(rows) if rows else []
@@ -184,6 +192,10 @@ def write_card(
         chats=(folder / "chat_template.jinja").is_file(),  # saved with the target's tokenizer
         numbers=sum(math.prod(shape) for shape in shapes_in(folder).values()),
         rows=overall,
+        served=served,
+        estimate=_estimate(metrics),
+        temperature=(recipe.get("evaluation") or {}).get("temperature", 0),
+        teacher=teacher_of(section),
         evaluation=evaluation,
         plots=plots,
         recipe=recipe if {"data", "objective", "teacher", "train"} <= recipe.keys() else None,
@@ -203,17 +215,27 @@ def write_card(
 
 
 def _render(**values: Any) -> str:
-    environment = markdown_environment(interval=interval)
+    environment = markdown_environment(interval=interval, number=_number)
     environment.trim_blocks = True
     environment.filters["last_part"] = last_part
     text = files("draftsmith.hub").joinpath("card.md.j2").read_text(encoding="utf-8")
     return environment.from_string(text).render(plots_folder=PLOTS, **values)
 
 
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _estimate(metrics: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the evaluation of the saved drafter, the last one with the highest tau; None where tau was measured."""
+    rows = [{"step": row["step"], **row["evaluation"]} for row in metrics if "evaluation" in row]
+    return max((row for row in reversed(rows) if row.get("estimated")), key=lambda row: row["tau"], default=None)
+
+
 def _about(drafter: str | None, evaluation: "StoredEvaluation") -> "StoredEvaluation":
     """Return the rows of the drafter, without notes and guards that begin with the name of another one."""
     rows = [row for row in evaluation["rows"] if row["drafter"] == drafter]
-    if not rows:
+    if not rows and not evaluation.get("server"):
         raise ConfigError(f"drafter={drafter} has no rows in this evaluation; expected one that was measured")
     others = {row["drafter"] for row in evaluation["rows"]} - {drafter}
     starts = tuple(f"{other}{suffix}" for other in others for suffix in (" (", ": ", " is in "))
@@ -244,8 +266,13 @@ def checkpoint_section(folder: Path) -> dict[str, Any]:
     if stored.type not in DRAFTERS:
         raise ConfigError(f"{folder} is of type {stored.type!r}; expected one of {', '.join(DRAFTERS)}")
     section = {"recipe": None, **config["draftsmith"]}
-    section["target"] = {"quality": None, "revision": None, **section["target"]}
+    section["target"] = {"quality": None, "revision": None, "engine": None, **section["target"]}
     return section
+
+
+def teacher_of(section: dict[str, Any]) -> str | None:
+    """Return `teacher.kind` of the stored recipe; None without one."""
+    return ((section["recipe"] or {}).get("teacher") or {}).get("kind")
 
 
 def hub_target(section: dict[str, Any]) -> str | None:
@@ -261,8 +288,7 @@ def _target_name(section: dict[str, Any]) -> str:
 
 def _hub_datasets(recipe: dict[str, Any]) -> list[str]:
     """Return the data sets of the Hub that a recipe trains on."""
-    file = (recipe.get("teacher") or {}).get("file")
-    names = [source["prompts"] for source in _sources(recipe.get("data") or {})] if file is None else [file]
+    names = [source["prompts"] for source in _sources(recipe.get("data") or {})]
     return [name for name in dict.fromkeys(names) if not is_local(name)]
 
 

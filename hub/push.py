@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import HfApi, get_token
 from safetensors.torch import load_file
 
+from draftsmith.distill.data_section import PLACES
 from draftsmith.errors import ConfigError, DraftsmithError, one_line
 from draftsmith.heads.checkpoint import WEIGHTS
 from draftsmith.heads.configs import DRAFTERS
@@ -23,7 +24,8 @@ from draftsmith.hub.model_card import (
     PLOTS,
     checkpoint_section,
     hub_target,
-    without_local_paths,
+    teacher_of,
+    without_local_names,
     write_card,
 )
 from draftsmith.names import check_licence, check_repo
@@ -95,7 +97,8 @@ def check_publication(publication: Publication) -> list[str]:
             "the licence is left out; give --licence (a draft model cut from a target has the target's licence)"
         )
     if measured is None:
-        notes.append("not measured: the card has no alpha, tau and speedup; give --eval (see `draftsmith eval`)")
+        command = "eval server" if teacher_of(section) == "server" else "eval"
+        notes.append(f"not measured: the card has no alpha, tau and speedup; give --eval (see `draftsmith {command}`)")
     return notes
 
 
@@ -116,13 +119,13 @@ def assemble(publication: Publication, out: Path) -> list[Path]:
             _copy(adapter, temporary / TARGET, ADAPTER)
             file = temporary / TARGET / "adapter_config.json"
             config = json.loads(file.read_text(encoding="utf-8"))
-            base = publication.base_model or without_local_paths(config["base_model_name_or_path"])
+            base = publication.base_model or without_local_names(config["base_model_name_or_path"])
             write_json(file, {**config, "base_model_name_or_path": base})
         if section["type"] != DraftModel.type:
             write_generate(temporary)
         evaluation, drafter = None, None
         if measured is not None:
-            evaluation, drafter = without_local_paths(measured[0]), measured[1]
+            evaluation, drafter = without_local_names(measured)
             evaluation["settings"]["drafters"][drafter] = publication.repo
         write_card(
             temporary,
@@ -160,13 +163,15 @@ def _copy(source: Path, out: Path, patterns: tuple[str, ...]) -> None:
 
 
 def _public_config(config: dict[str, Any], base_model: str | None) -> dict[str, Any]:
-    """Return config.json without local paths, with the target's name on the Hub if it is given."""
-    section = without_local_paths(config["draftsmith"])
+    """Return config.json without local paths and addresses, with the target's name on the Hub if it is given."""
+    section = without_local_names(config["draftsmith"])
+    server = ((section.get("recipe") or {}).get("teacher") or {}).get("server") or {}
+    server |= {key: place for key, place in PLACES.items() if server.get(key) is not None}
     if base_model is not None:
         section["target"]["name"] = base_model
         if "target" in (section["recipe"] or {}):
             section["recipe"]["target"]["model"] = base_model
-    return {**config, **without_local_paths({"_name_or_path": config.get("_name_or_path", "")}), "draftsmith": section}
+    return {**config, **without_local_names({"_name_or_path": config.get("_name_or_path", "")}), "draftsmith": section}
 
 
 def run_of(folder: Path) -> Path:
@@ -197,13 +202,17 @@ def _measured(publication: Publication) -> "tuple[StoredEvaluation, str] | None"
     from draftsmith.eval.results import read_evaluation  # loads the decoder: only where there is one
 
     evaluation = read_evaluation(path)
-    if evaluation.get("server"):  # its rows name no type and no weights
+    section = checkpoint_section(publication.folder)
+    kind, served = section["type"], bool(evaluation.get("server"))
+    if served and teacher_of(section) != "server":  # its rows name no type and no weights
         raise ConfigError(
             f"{path} was measured on a server, which does not tell which drafter it has; expected the eval.json of "
             "draftsmith eval"
         )
     named = evaluation["settings"]["drafters"]
     measured = {row["drafter"]: row["drafter_type"] for row in evaluation["rows"]}
+    if served and not measured:
+        measured = dict.fromkeys(named, kind)
     own = [name for name, folder in named.items() if Path(folder).resolve() == publication.folder.resolve()]
     own = [name for name in own if name in measured]
     # A drafter whose folder exists is another one; if its folder is missing, it may be this one, moved.
@@ -214,7 +223,7 @@ def _measured(publication: Publication) -> "tuple[StoredEvaluation, str] | None"
         raise ConfigError(
             f"{given}; expected --as with one of the drafters measured there: {', '.join(sorted(measured))}"
         )
-    name, kind = candidates[0], checkpoint_section(publication.folder)["type"]
+    name = candidates[0]
     if measured[name] != kind:
         raise ConfigError(f"{path}: {name} is a drafter of type {measured[name]}; expected {kind}, as this one is")
     then, weights = evaluation["identity"].get("drafters", {}).get(name), publication.folder / WEIGHTS

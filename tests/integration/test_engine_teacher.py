@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from commands import run as run_command
 from conftest import LETTERS, make_llama, make_tokenizer
 from engine_server import TEMPLATE, Engine, model_answers
 from hs_connectors.mooncake_store import MooncakeHiddenStatesStore, MooncakeStoreConfig
@@ -352,6 +354,32 @@ def test_evaluations_are_estimates_that_choose_the_best_drafter(
     assert "estimated alpha" in said
     finished = json.loads((tmp_path / "run" / "finished.json").read_text())
     assert finished["best_tau"] == max(row["tau"] for row in evaluations)
+
+
+def test_its_drafter_is_published_with_estimate_and_command(
+    recipe_file: Path, engine: StatesEngine, address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The card has the estimate of the saved drafter; the layers are those of the engine; no address is published."""
+    train(recipe_of(recipe_file, tmp_path / "run", "evaluation.temperature=0.5", *served(engine.folder, address)))
+    section = json.loads((tmp_path / "run" / "drafter" / "config.json").read_text())["draftsmith"]
+    assert '"eagle_aux_hidden_state_layer_ids": [1, 2]' in section["target"]["engine"]
+    assert run_command("push", tmp_path / "run" / "drafter", "u/d", "--dry-run", "--out", tmp_path / "out") == 0
+    assert "give --eval (see `draftsmith eval server`)" in capsys.readouterr().err
+    card = (tmp_path / "out" / "README.md").read_text()
+    evaluations = [row for row in read_metrics(tmp_path / "run") if "evaluation" in row]
+    tau, step = max((row["evaluation"]["tau"], row["step"]) for row in evaluations)
+    assert step == json.loads((tmp_path / "run" / "finished.json").read_text())["best_step"]
+    assert f"| 0.5 | *estimated* | {tau:.2f} | " in card
+    assert f"along 4 held-out answers after step {step}, where" in card
+    assert "Not measured yet: `draftsmith eval server http://localhost:8000 --target" in card
+    assert "states came from a running engine. Saved is the drafter with the highest estimated tau" in card
+    assert "and estimated tau](plots/training.png)" in card
+    assert '"shared_storage_path": "STATES"' in card
+    words = shlex.split(card.partition("```sh\nvllm serve ")[2].partition("\n```")[0])
+    assert words[words.index("--max-model-len") + 1] == "177"
+    private = [address.rpartition("/")[2].partition(":")[0], str(engine.folder), str(tmp_path)]
+    for file in (file for file in (tmp_path / "out").rglob("*") if file.is_file()):
+        assert not [name for name in private if name.encode() in file.read_bytes()], file
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from draftsmith.heads import HEADS
 from draftsmith.heads.checkpoint import describe_target, save_drafter
 from draftsmith.heads.formats.common import RARE_IN_SGLANG, SGLANG, VLLM, vllm_type
 from draftsmith.heads.formats.writers import LAYOUTS
-from draftsmith.hub.model_card import is_local, without_local_paths, write_card
+from draftsmith.hub.model_card import is_local, without_local_names, write_card
 from draftsmith.train.recipe import parse_recipe
 
 
@@ -71,6 +71,17 @@ def test_a_card_names_all_sources_of_a_mixture(tmp_path: Path, tiny_target: Llam
         "(20 %, sampled responses)"
     )
     assert f"Trained with draftsmith on {sources}, with responses sampled from the target at temperature 1," in card
+
+
+def test_a_card_says_that_states_were_stored(tmp_path: Path, tiny_target: LlamaForCausalLM) -> None:
+    data = {"prompts": "org/prompts", "response": "text"}
+    teacher = {"kind": "files", "file": "org/states"}
+    folder = _saved("medusa", tmp_path / "d", tiny_target, "org/target", data=data, teacher=teacher)
+    write_card(folder, None, None)
+    card = (folder / "README.md").read_text()
+    assert "states came from stored files. Saved is the drafter with the highest tau on held-out prompts" in card
+    assert ModelCard(card).data.to_dict()["datasets"] == ["org/prompts"], "and not the folder of states"
+    assert "Not measured yet: `draftsmith eval --target org/target --drafter" in card
 
 
 def test_engines_are_started_by_names_that_they_know(tmp_path: Path) -> None:
@@ -189,12 +200,21 @@ def test_a_card_shows_names_as_text(tmp_path: Path, tiny_target: LlamaForCausalL
         ("""'/home/al/o'"'"'brien x/it'"'"'s' /x/y""", """'it'"'"'s' y"""),
         (r"""d's "/home/al s/x y" and t's 'C:\a b\c': 3 tokens/s""", """d's "x y" and t's 'c': 3 tokens/s"""),
         ("'a /' / '/' 'b", "'a /' / '/' 'b"),
-        ("100 tokens/s on https://host/path, 3 / 4", "100 tokens/s on https://host/path, 3 / 4"),
+        ("100 tokens/s on https://host/path, 3 / 4", "100 tokens/s on http://ENGINE:8000/path, 3 / 4"),
+        (
+            "eval server HTTP://me:key@10.0.0.2:8123 'urls=[http://a,http://[fe80::1]:8/v1]'",
+            "eval server http://ENGINE:8000 'urls=[http://ENGINE:8000,http://ENGINE:8000/v1]'",
+        ),
+        (
+            "https://huggingface.co/org/model, https://huggingface.co.",
+            "https://huggingface.co/org/model, https://huggingface.co.",
+        ),
+        ("http://huggingface.co.corp/x http://huggingface.co:8/y", "http://ENGINE:8000/x http://ENGINE:8000/y"),
         ("org/model", "org/model"),
     ],
 )
-def test_paths_of_this_machine_are_cut(text: str, published: str) -> None:
-    assert without_local_paths({"key": [text, 1, None]}) == {"key": [published, 1, None]}
+def test_paths_of_this_machine_and_addresses_are_cut(text: str, published: str) -> None:
+    assert without_local_names({"key": [text, 1, None], text: 2}) == {"key": [published, 1, None], published: 2}
 
 
 def test_names_of_the_hub_are_told_from_local_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

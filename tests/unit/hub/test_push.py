@@ -303,18 +303,113 @@ def test_a_measurement_of_another_drafter_is_not_taken_for_this_ones(
     assert f"d had other weights than {run}/medusa has; expected it measured again" in capsys.readouterr().err
 
 
-def test_a_measurement_of_a_server_is_refused(hub: Hub, run: Path, capsys: pytest.CaptureFixture) -> None:
-    """It holds no rows, no type and no fingerprint of the drafter; so it may be another one's."""
+HOSTS = ["eng-1.corp", "10.9.8.7", "answers.corp", "gpu-box", "plain-box"]
+
+
+@pytest.fixture
+def served(run: Path) -> Path:
+    """A measurement of a server beside the run: one row with a baseline, one of an engine that counts nothing."""
     made = json.loads((run / "eval.json").read_text())
-    served = {"temperature": 0.0, "concurrency": 2, "prompts": 6, "tokens_per_second": 9.0, "acceptance_at": [0.5]}
-    served |= {"milliseconds_per_token": 1.5, "alpha": 0.5, "tau": 1.5, "tau_interval": [1.0, 2.0], "speedup": None}
-    served |= {"baseline_tokens_per_second": None, "speedup_interval": None}
-    made |= {"rows": [], "server": [served], "settings": {**made["settings"], "drafters": {"d": "http://host:8000"}}}
-    made["measurements"] = []
+    first = {
+        "temperature": 0.0,
+        "concurrency": 2,
+        "prompts": 6,
+        "tokens_per_second": 90.0,
+        "acceptance_at": [0.5, 0.25],
+    }
+    first |= {"milliseconds_per_token": 1.5, "alpha": 0.5, "tau": 1.5, "tau_interval": [1.0, 2.0], "speedup": 1.2}
+    first |= {"baseline_tokens_per_second": 75.0, "speedup_interval": [1.1, 1.3]}
+    nothing = dict.fromkeys(
+        ["alpha", "tau", "tau_interval", "speedup", "speedup_interval", "baseline_tokens_per_second"]
+    )
+    second = first | nothing | {"temperature": 1.0, "concurrency": 8, "acceptance_at": []}
+    made |= {
+        "rows": [],
+        "server": [first, second],
+        "measurements": [],
+        "notes": ["no counters at http://gpu-box:1/x"],
+    }
+    made["settings"] |= {"drafters": {"/srv/models/tiny": "http://gpu-box:8000/v1"}, "prompts": "/srv/data/p.jsonl"}
+    command = "draftsmith eval server http://gpu-box:8000 --model /srv/models/tiny --baseline=https://plain-box"
+    made["environment"]["command"] = command
     (run / "served.json").write_text(json.dumps(made))
-    assert push(run / "drafter", REPO, "--eval", run / "served.json", "--as", "d") == 2
+    return run / "served.json"
+
+
+def taught_by_an_engine(folder: Path) -> None:
+    """Let a checkpoint name engines, a store and a server of answers."""
+    config = json.loads((folder / "config.json").read_text())
+    recipe, engines = config["draftsmith"]["recipe"], {"urls": ["http://eng-1.corp:8000", "HTTP://10.9.8.7"]}
+    recipe["teacher"] |= {"kind": "server", "server": engines | {"transfer": "mooncake", "store": "10.9.8.7:50051"}}
+    recipe["teacher"]["server"]["folder"] = None
+    recipe["data"]["server"] = {"url": "https://answers.corp/v1", "model": "tiny"}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_a_measurement_of_a_server_is_refused(hub: Hub, run: Path, served: Path, capsys: pytest.CaptureFixture) -> None:
+    """It holds no rows, no type and no fingerprint of the drafter; so it may be another one's."""
+    assert push(run / "drafter", REPO, "--eval", served, "--as", "/srv/models/tiny") == 2
     assert "served.json was measured on a server, which does not tell which drafter" in capsys.readouterr().err
     assert not hub.asked
+
+
+def test_a_measurement_of_a_server_is_that_of_a_drafter_whose_target_is_served(
+    hub: Hub, run: Path, served: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Also of a checkpoint without the engine's command; no file has an address, a folder or a store of the user."""
+    taught_by_an_engine(run / "medusa")
+    estimates = [{"tau": tau, "estimated": True, "tokens": [5, 6], "acceptance_at": [0.4]} for tau in (1.75, 1.75, 1.0)]
+    rows = [{"step": step, "evaluation": estimate} for step, estimate in enumerate(estimates)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert push(run / "medusa", REPO, "--eval", served, "--as", "other") == 2
+    assert "expected --as with one of the drafters measured there: /srv/models/tiny" in capsys.readouterr().err
+    assert push(run / "medusa", REPO, "--eval", served) == 0
+    assert "not measured" not in capsys.readouterr().err
+    files = hub.repositories[REPO].files()
+    for name, held in files.items():
+        assert not [host for host in [*HOSTS, "/srv", str(run)] if host.encode() in held], name
+    card = files["README.md"].decode()
+    assert "| 0 | *estimated* | 1.75 | 0.40 | | | |\n" in card
+    assert "along 2 held-out answers after step 1," in card
+    assert (
+        "| 0 | 2 | 1.50 [1.00, 2.00] | 0.50 0.25 | 75 | 90 | 1.20× [1.10, 1.30] |\n| 1 | 8 |   | |  | 90 |   |" in card
+    )
+    assert "on 6 prompts (p.jsonl), at most" in card
+    assert "A server does not tell which drafter it has" in card
+    assert "- no counters at http://ENGINE:8000/x" in card
+    assert "Not measured yet" not in card
+    assert "vllm serve tiny" not in card, "the checkpoint has no command"
+    results = [(result.metric_name, result.metric_value) for result in ModelCard(card).data.eval_results]
+    where = "(T=0, 2 requests)"
+    assert results == [
+        (f"speedup {where}", 1.2),
+        (f"acceptance length tau {where}", 1.5),
+        (f"acceptance rate alpha {where}", 0.5),
+    ]
+    recipe, measured = (json.loads(files[name]) for name in ("config.json", "eval.json"))
+    recipe = recipe["draftsmith"]["recipe"]
+    assert recipe["teacher"]["server"]["urls"] == "http://ENGINE:8000"
+    assert recipe["teacher"]["server"]["store"] == "STORE:50051"
+    assert recipe["teacher"]["server"]["folder"] is None
+    assert recipe["data"]["server"]["url"] == "http://ENGINE:8000/v1"
+    assert measured["settings"]["drafters"] == {"tiny": REPO}
+    assert len(measured["server"]) == 2
+
+
+def test_local_rows_beside_those_of_a_server_are_still_compared(
+    hub: Hub, run: Path, served: Path, capsys: pytest.CaptureFixture
+) -> None:
+    taught_by_an_engine(run / "drafter")
+    taught_by_an_engine(run / "medusa")
+    made = json.loads((run / "eval.json").read_text()) | {"server": json.loads(served.read_text())["server"]}
+    (run / "drafter" / "eval.json").write_text(json.dumps(made))
+    assert push(run / "medusa", REPO, "--eval", run / "drafter", "--as", "d") == 2
+    assert "d is a drafter of type draft_model; expected medusa" in capsys.readouterr().err
+    assert push(run / "drafter", REPO) == 0, "the checkpoint's own eval.json"
+    card = hub.repositories[REPO].files()["README.md"].decode()
+    assert "| 0 | chain:draft_length=2 | 1 | 0.800" in card
+    assert "| 0 | 2 | 1.50 [1.00, 2.00] |" in card
+    assert len(ModelCard(card).data.eval_results) == 9
 
 
 def test_from_inside_the_folder_and_again_without_what_it_had(
