@@ -40,6 +40,8 @@ def test_the_command_of_an_engine(transfer: str) -> None:
     connector = json.loads(options["--kv-transfer-config"])
     assert connector["kv_connector_extra_config"] == {"shared_storage_path": "/dev/shm/it's"}
     assert ("FP8" in connector["kv_connector"]) == (transfer == "fp8") == ("kv_connector_module_path" in connector)
+    trusted = target.model_copy(update={"trust_remote_code": True})
+    assert engine_command(settings, trusted, data, [36]).count(" --trust-remote-code ") == 1
 
 
 def of_store(*urls: str, **values: Any) -> TeacherServerSection:
