@@ -67,7 +67,9 @@ def measure(family: str, options: argparse.Namespace, table: Table) -> None:
     if options.url is not None:
         settings = TeacherServerSection(urls=options.url, folder=options.folder)
         served = ServedStates(settings, data.rows, target.model, drafter.needs.layers, print)
-        print(f"the engine's log-probabilities are {served.verify():.2g} nats off (median)")
+        print(
+            "states: {:.2g} nats from the engine's log-probabilities, {:.2%} off".format(*served.verify(target.model))
+        )
         teachers["server"], stored["server"] = ServedTeacher(served), 0.0
     waited = 0.0
     objective = Objective(**recipe.objective_options(recipe.draft_length(drafter.max_draft_length)))

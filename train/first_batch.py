@@ -45,8 +45,9 @@ def start_drafter(
     torch.manual_seed(recipe.train.seed)  # block drafters draw the positions that they are trained at
     if not recipe.starts_trained:
         counts_V = token_counts(data.rows.select(range(data.trained)), teacher.lm_head.weight.shape[0])
-        most = SERVED_TOKENS // TOKENS if recipe.teacher.kind == "server" else None
-        later = islice(_rows(recipe, data, set(recipe.data.exclude_rows)), 1, most)
+        later = islice(_rows(recipe, data, set(recipe.data.exclude_rows)), 1, None)
+        if recipe.teacher.kind == "server":
+            later = _of_few_tokens(later, data)
         more = (teacher.signals(batch(rows)) for rows in later)
         fit_start(drafter, signals, frequencies(counts_V).to(signals.hidden_BTH.device), more)
     sizes = input_scales(drafter, signals)
@@ -84,6 +85,16 @@ def _signals(
             return signals
         excluded.update(index for index, is_finite in zip(indices, finite, strict=True) if not is_finite)
     return None
+
+
+def _of_few_tokens(batches: Iterator[list[int]], data: TrainingData) -> Iterator[list[int]]:
+    """Yield batches of rows that have at most `SERVED_TOKENS` together."""
+    left = SERVED_TOKENS
+    for rows in batches:
+        left -= sum(len(data.rows[row]["input_ids"]) for row in rows)
+        if left < 0:
+            return
+        yield rows
 
 
 def _rows(recipe: Recipe, data: TrainingData, excluded: set[int]) -> Iterator[list[int]]:

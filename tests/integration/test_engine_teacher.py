@@ -115,12 +115,15 @@ def assert_equal_runs(one: Path, other: Path, **tolerance: float) -> None:
         (),
         ("drafter.draft_vocab_size=20", "train.gradient_accumulation=2"),
         ("data.pack=true", "data.prompt_tokens=20", "data.response_tokens=20"),
+        ("drafter={type: mtp}", "train.steps=12", "train.batch_size=2"),
     ],
-    ids=["plain", "draft vocabulary", "packed"],
+    ids=["plain", "draft vocabulary", "packed", "many batches at the start"],
 )
 def test_a_run_is_that_of_an_online_teacher(
     more: tuple[str, ...], recipe_file: Path, engine: StatesEngine, address: str, tmp_path: Path
 ) -> None:
+    if "drafter={type: mtp}" in more:  # reads no other layer
+        engine.layers = (DEPTH,)
     online = recipe_of(recipe_file, tmp_path / "online", "train.evaluate_every=99", *more)
     train(online)
     train(
