@@ -89,11 +89,11 @@ class FolderTransport:
     def require_room(self, needed: int) -> None:
         free = shutil.disk_usage(self.folder).free + sum(size for _, size, _ in self._found())
         if needed + self.answers_bytes > free:
-            kept = f", those of answers {self.answers_bytes / 2**30:.1f} GiB (answers_gib)" * bool(self.answers_bytes)
+            kept = f", those of answers {self.answers_bytes / 2**30:.1f} GiB" * bool(self.answers_bytes)
             raise ConfigError(
                 f"teacher.server.folder={self.folder}: {free / 2**30:.1f} GiB are free, and states in flight take up "
-                f"to {needed / 2**30:.1f} GiB{kept}; expected more room, or less of teacher.server.ahead or "
-                "train.batch_size"
+                f"to {needed / 2**30:.1f} GiB{kept}; expected more room, or less of teacher.server.answers_gib, "
+                "teacher.server.ahead or train.batch_size"
             )
 
     def named(self, params: dict[str, Any]) -> dict[str, Any]:

@@ -793,7 +793,7 @@ def test_patience_begins_after_the_states_of_answers_are_read(
 def test_a_folder_without_room_for_the_states_of_answers_is_refused_before_they_are_sampled(
     questions: Path, engine: StatesEngine, address: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"GiB are free, .*, those of answers 1000000.0 GiB \(answers_gib\)"):
+    with pytest.raises(ConfigError, match=r"GiB are free, .*, those of answers 1000000.0 GiB; .*answers_gib"):
         train(recipe_of(questions, tmp_path / "run", *ANSWERED, *served(engine.folder, address, answers_gib=1e6)))
     assert not engine.asked
 
