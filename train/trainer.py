@@ -200,7 +200,7 @@ class TrainingRun:
             self.console.say(f"{name}: stopped by a signal after step {step}; the same command continues from there")
             return
         if self.served is not None:
-            self.served.delete_answers()
+            self.served.delete_left()
         self.record.finish(step, self.memory.peak(), self.estimate, self.data)
         best = self.record.best
         peak = in_units(self.memory.peak())

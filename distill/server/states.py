@@ -126,9 +126,9 @@ class ServedStates:
         self.say(f"teacher: the states of {count:,} of {len(keys):,} texts were written with their answers")
         return found
 
-    def delete_answers(self) -> None:
+    def delete_left(self) -> None:
         """Delete the states of texts that were never trained on, and of requests that ended too late."""
-        if isinstance(self.transport, FolderTransport) and self.settings.answers_gib:
+        if isinstance(self.transport, FolderTransport):
             self._wait(self.transport.answers(()))
 
     def expect(self, order: Iterable[Sequence[int]]) -> None:

@@ -317,8 +317,10 @@ def test_nothing_is_requested_after_the_last_step(
     recipe_file: Path, engine: StatesEngine, address: str, tmp_path: Path
 ) -> None:
     run = run_of(recipe_file, tmp_path / "run", "train.steps=2", *served(engine.folder, address, ahead=3))
-    begun = len(engine.asked)
+    begun, late = len(engine.asked), engine.folder / "cmpl-late-0.safetensors"
+    late.write_bytes(b"")  # of a request that was given up
     run.train()
+    assert not late.exists()
     read = {row for step in range(2) for row in batch_indices(0, step, 4, run.data.trained)}
     read.update(range(run.data.trained, len(run.data.rows)))
     assert set(engine.asked[begun:]) == {tuple(run.data.rows[row]["input_ids"]) for row in read}
